@@ -48,6 +48,7 @@ from rose.scheduler.timeline import Timeline
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
+from rose.wire.answers import Health, Ready
 from rose.wire.reading import Reports
 
 log = logging.getLogger("rose.scheduler")
@@ -400,7 +401,7 @@ class Scheduler:
         return json_response(describe())
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return json_response({"status": "ok"})
+        return json_response(Health(status="ok"))
 
     async def _readyz(self, request: web.Request) -> web.Response:
         """Ready: the journal can be written, we are not stopping, and a worker can take a turn."""
@@ -414,7 +415,7 @@ class Scheduler:
             if wrong
         ]
         return json_response(
-            {"status": "not ready" if problems else "ok", "problems": problems},
+            Ready(status="not ready" if problems else "ok", problems=problems),
             status=503 if problems else 200,
         )
 

@@ -9,9 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import cast
 
-import msgspec
 from aiohttp import web
 
 from rose.auth import Tokens
@@ -34,6 +33,20 @@ from rose.scheduler.slices import Slices
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
+from rose.wire.answers import (
+    Begun,
+    Ended,
+    GroupListed,
+    Listed,
+    Nothing,
+    OnDuty,
+    Required,
+    Resumed,
+    Trace,
+    Turn,
+    Workers,
+    WorkerStatus,
+)
 from rose.wire.pool import Target
 from rose.wire.reading import Reports
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
@@ -100,7 +113,7 @@ class ControlRoutes:
             trains_side=body.train_side_requests or False,
         )
         await self._store.journal.commit()
-        return json_response({"id": name, "key": self._tokens.key_of(name)})
+        return json_response(Begun(id=name, key=self._tokens.key_of(name)))
 
     async def get(self, request: web.Request) -> web.Response:
         trajectory = self._named(request)
@@ -113,7 +126,7 @@ class ControlRoutes:
         found: list[bytes] = []
         async with self._looking:
             async for trajectory, state, reason in self._found(wanted, Slices()):
-                listed = {
+                listed: Listed = {
                     "id": trajectory.id,
                     "job": trajectory.created.job,
                     "group_id": trajectory.created.group_id,
@@ -135,7 +148,7 @@ class ControlRoutes:
     async def groups(self, request: web.Request) -> web.Response:
         """Groups with a trajectory that is searched for; counted are all of its trajectories that are known."""
         wanted, slices = Search.of(request), Slices()
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        found: dict[tuple[str, str], GroupListed] = {}
         async with self._looking:
             async for trajectory, _, _ in self._found(wanted, slices):
                 job, group_id = trajectory.created.job, trajectory.created.group_id
@@ -234,7 +247,7 @@ class ControlRoutes:
         reason = next((each.reason for each in discards), "")
         state = sp.SampleState.STALE if reason == "stale" else sp.SampleState.CANCELLED
         told = (state.value, reason) if name not in self._store.trajectories else self._store.state(name)
-        return json_response({"id": name, "state": told[0], "reason": told[1]})
+        return json_response(Ended(id=name, state=told[0], reason=told[1]))
 
     # --- batches (trainer) -----------------------------------------------------------------------------
 
@@ -298,12 +311,12 @@ class ControlRoutes:
             self._store.check_run(batch.job, body.run or "")
         self._carry_out(self._store.ack(name, body.step, body.attempt))
         await self._store.journal.commit()
-        return json_response({})
+        return json_response(Nothing())
 
     async def give_back(self, request: web.Request) -> web.Response:
         self._carry_out(self._store.give_back(_batch_id(request)))
         await self._store.journal.commit()
-        return json_response({})
+        return json_response(Nothing())
 
     async def resume(self, request: web.Request) -> web.Response:
         body = await read_wire(request, Resume)
@@ -319,7 +332,7 @@ class ControlRoutes:
         dropped = [
             name for action in actions if isinstance(action, sp.Consumed) for name in action.trajectory_ids
         ]
-        return json_response({"returned_groups": len(set(returned)), "consumed": len(dropped)})
+        return json_response(Resumed(returned_groups=len(set(returned)), consumed=len(dropped)))
 
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
@@ -346,8 +359,10 @@ class ControlRoutes:
         self._carry_out(spent)
         self._dispatcher.require(job, version, self._store.runs[job])
         await self._store.journal.commit()
-        told = {"job": job, "version": format_version(version)}
-        return json_response(told | ({"warning": warning} if warning else {}))
+        told = Required(job=job, version=format_version(version))
+        if warning:
+            told["warning"] = warning
+        return json_response(told)
 
     # --- workers (node) --------------------------------------------------------------------------------
 
@@ -436,7 +451,7 @@ class ControlRoutes:
 
     async def remove(self, request: web.Request) -> web.Response:
         self._dispatcher.remove(request.match_info["id"])
-        return json_response({})
+        return json_response(Nothing())
 
     async def duty(self, request: web.Request) -> web.Response:
         duties = {"drain": Duty.DRAINING, "cordon": Duty.CORDONED, "uncordon": Duty.ACTIVE}
@@ -444,12 +459,12 @@ class ControlRoutes:
         if verb not in duties:
             raise NotFound(f"no such action: {verb[:32]}", field="path")
         self._dispatcher.set_duty(request.match_info["id"], duties[verb])
-        return json_response({"worker_id": request.match_info["id"], "duty": duties[verb].value})
+        return json_response(OnDuty(worker_id=request.match_info["id"], duty=duties[verb].value))
 
     async def workers(self, request: web.Request) -> web.Response:
         now_s = self._dispatcher.now_s()
         fleet = self._dispatcher.book.fleet
-        return json_response({"workers": [worker_status(worker, now_s) for worker in fleet]})
+        return json_response(Workers(workers=[worker_status(worker, now_s) for worker in fleet]))
 
     # --- shared ----------------------------------------------------------------------------------------
 
@@ -485,11 +500,12 @@ class ControlRoutes:
 
 async def _trace(
     trajectory: Trajectory, state: tuple[str, str], slices: Slices, *, whole_prompts: bool
-) -> dict[str, Any]:
+) -> Trace:
     """Every turn of now: those that come meanwhile are not in it."""
-    head = trajectory.trace(*state, turns=msgspec.Raw(b""))
+    head = trajectory.trace(*state, turns=[])
     turns = (trajectory.trace_turn(record, whole_prompts=whole_prompts) for record in list(trajectory.turns))
-    return head | {"turns": await slices.json_list(turns)}
+    head["turns"] = cast("list[Turn]", await slices.json_list(turns))
+    return head
 
 
 def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[tuple[int, float]]:
@@ -537,7 +553,7 @@ def _promises(body: Heartbeat) -> dict[str, Promise]:
     }
 
 
-def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
+def worker_status(worker: Worker, now_s: float) -> WorkerStatus:
     """A worker for people and for the page.  No token, no address."""
     return {
         "worker_id": worker.worker_id,

@@ -28,6 +28,7 @@ from rose.policy.fleet_switch import (
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import json_response, read_wire
 from rose.scheduler.journal import Journal
+from rose.wire.answers import FleetNode, FleetStatus
 from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.workers import Heartbeat
 
@@ -140,10 +141,10 @@ class FleetRoutes:
                 case Done():
                     log.warning("fleet: every group was watched to its end")
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> FleetStatus:
         switch, now_s = self._switch, self._dispatcher.now_s()
         release = switch.release
-        nodes = [
+        nodes: list[FleetNode] = [
             {
                 "node": name,
                 "group": body.group or DEFAULT_GROUP,

@@ -1,6 +1,7 @@
 """The OpenAPI description of rose-scheduler, served at ``/openapi.json``.
 
-Our own bodies are described by the types that read them (:mod:`rose.wire`); OpenAI's are written out here.  Each route has its
+Our own bodies and answers are described by the types that read and make them (:mod:`rose.wire`); the bodies that are OpenAI's and
+Anthropic's are written out here, and their answers are not: those protocols' own descriptions have them.  Each route has its
 roles and the statuses that it may answer.  Tests compare the description with the running daemon
 (``tests/scheduler/test_hostile.py``) and with the router, route by route.
 """
@@ -11,11 +12,12 @@ from typing import Any
 
 import msgspec
 
+from rose.wire import answers
 from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Settings
 from rose.wire.schema import Schema, reference, schemas
 from rose.wire.turns import Generate
-from rose.wire.workers import Heartbeat, Registration
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
 Body = Schema | type[msgspec.Struct] | None
 
@@ -224,6 +226,37 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("get", "/", (), "The dashboard", None, (200,)),
     ("get", "/learning", (), "The dashboard's page of jobs, groups and trajectories", None, (200,)),
 ]
+_TRAJECTORY = "/rose/v1/trajectories"
+ANSWERS: dict[tuple[str, str], type] = {
+    ("post", _TRAJECTORY): answers.Begun,
+    ("get", _TRAJECTORY): answers.Trajectories,
+    ("get", f"{_TRAJECTORY}/{{id}}"): answers.Trace,
+    ("get", f"{_TRAJECTORY}/{{id}}/tokens"): answers.Branch,
+    ("post", f"{_TRAJECTORY}/{{id}}/finish"): answers.Ended,
+    ("post", f"{_TRAJECTORY}/{{id}}/score"): answers.Ended,
+    ("delete", f"{_TRAJECTORY}/{{id}}"): answers.Ended,
+    ("get", "/rose/v1/groups"): answers.Groups,
+    ("post", "/rose/v1/batches/lease"): answers.Leased,
+    ("put", "/rose/v1/batches/{id}"): answers.Leased,
+    ("delete", "/rose/v1/batches/{id}"): answers.Nothing,
+    ("post", "/rose/v1/batches/{id}/ack"): answers.Nothing,
+    ("post", "/rose/v1/jobs/{job}/resume"): answers.Resumed,
+    ("post", "/rose/v1/versions"): answers.Required,
+    ("post", "/workers"): Registered,
+    ("post", "/workers/{id}/heartbeat"): HeartbeatAnswer,
+    ("post", "/workers/{id}/{verb}"): answers.OnDuty,
+    ("delete", "/workers/{id}"): answers.Nothing,
+    ("get", "/workers"): answers.Workers,
+    ("get", "/fleet"): answers.FleetStatus,
+    ("post", "/fleet/off"): answers.FleetStatus,
+    ("post", "/fleet/on"): answers.FleetStatus,
+    ("get", "/admin/settings"): answers.SettingsNow,
+    ("post", "/admin/settings"): answers.SettingsChanged,
+    ("get", "/healthz"): answers.Health,
+    ("get", "/health"): answers.Health,
+    ("get", "/readyz"): answers.Ready,
+}
+"""What is answered with 200, by method and path."""
 _REFUSED: dict[str, Schema] = {
     "message": {"type": "string"},
     "type": {"type": "string"},
@@ -253,7 +286,10 @@ def describe() -> dict[str, Any]:
         operation: dict[str, Any] = {
             "summary": summary,
             "operationId": f"{method} {path}",
-            "responses": {str(status): _response(status, path) for status in sorted({*statuses, *refused})},
+            "responses": {
+                str(status): _response(status, path, ANSWERS.get((method, path)))
+                for status in sorted({*statuses, *refused})
+            },
         }
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         operation["parameters"] = [
@@ -285,15 +321,17 @@ def describe() -> dict[str, Any]:
             "schemas": {
                 "Error": ERROR,
                 "AnthropicError": ANTHROPIC_ERROR,
-                **schemas(kind for *_, kind, _ in ROUTES if isinstance(kind, type)),
+                **schemas([*(kind for *_, kind, _ in ROUTES if isinstance(kind, type)), *ANSWERS.values()]),
             },
         },
     }
 
 
-def _response(status: int, path: str) -> dict[str, Any]:
+def _response(status: int, path: str, answer: type | None) -> dict[str, Any]:
     if status < 400:
-        return {"description": "done"}
+        if answer is None or status != 200:
+            return {"description": "done"}
+        return {"description": "done", "content": {"application/json": {"schema": reference(answer)}}}
     kind = "AnthropicError" if "/v1/messages" in path else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
     return {"description": "refused", "content": {} if status == 503 else content}

@@ -15,6 +15,7 @@ from rose.policy.worker import Tier
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import REQUEST_ID, json_response, read_wire
 from rose.scheduler.scheduler_config import SchedulerConfig
+from rose.wire.answers import SettingsChanged
 from rose.wire.samples import Settings
 
 log = logging.getLogger("rose.scheduler")
@@ -45,7 +46,7 @@ class SettingsRoutes:
             self._apply(name, new)
             self._now[name] = new
             log.warning("request %s: setting %s changed from %s to %s", request[REQUEST_ID], name, old, new)
-        return json_response({"changed": changed})
+        return json_response(SettingsChanged(changed=changed))
 
     def _apply(self, name: str, new: Any) -> None:
         match name:

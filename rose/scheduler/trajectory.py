@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -21,6 +21,7 @@ from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, tur
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.messages import TIP_BYTES
 from rose.scheduler.records import CreateRecord, FinishRecord, ScoreRecord, TurnRecord, unpacked
+from rose.wire.answers import Routed, Segment, Trace, Turn
 
 
 class Trajectory:
@@ -232,34 +233,25 @@ class Trajectory:
     def num_prompt_tokens(self, record: TurnRecord) -> int:
         return self.lengths[record.turn] - len(record.token_ids) // 4
 
-    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> dict[str, Any]:
+    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> Turn:
         """A turn as the wire has it.
 
         Args:
             whole_prompts: Else only what its parent does not hold: of n turns the prompts together grow with n squared.
         """
-        prompt: dict[str, Any]
-        if whole_prompts:
-            prompt = {"prompt_token_ids": self.prompt_ids(record.turn), "sampled": self.sampled(record.turn)}
-        else:
-            prompt = {
-                "suffix_token_ids": unpack_ids(record.suffix_ids),
-                "num_prompt_tokens": self.num_prompt_tokens(record),
-            }
-        return {
+        told: Turn = {
             "turn": record.turn,
             "kind": record.kind,
             "parent": record.parent,
             "fork": record.fork,
             "side": self.is_side(record),
-            **prompt,
             "token_ids": unpack_ids(record.token_ids),
             "logprobs": unpack_logprobs(record.logprobs),
             "finish_reason": record.finish_reason,
             "stop_reason": record.stop_reason,
             "versions": record.versions,
             "kv_mixed": record.kv_mixed,
-            "segments": record.segments,
+            "segments": cast("list[Segment]", record.segments),
             "usage": record.usage,
             "timing": record.timing,
             "sampling": record.sampling,
@@ -267,14 +259,18 @@ class Trajectory:
             "id": record.id,
             "reward": self.turn_rewards.get(record.turn),
             "branch_reward": self.branch_rewards.get(record.turn),
-            **(
-                {"routed_experts": [{"start": at, "npy": b64(data)} for at, data in record.routed_experts]}
-                if record.routed_experts
-                else {}
-            ),
         }
+        if whole_prompts:
+            told["prompt_token_ids"] = self.prompt_ids(record.turn)
+            told["sampled"] = self.sampled(record.turn)
+        else:
+            told["suffix_token_ids"] = unpack_ids(record.suffix_ids)
+            told["num_prompt_tokens"] = self.num_prompt_tokens(record)
+        if record.routed_experts:
+            told["routed_experts"] = [Routed(start=at, npy=b64(data)) for at, data in record.routed_experts]
+        return told
 
-    def trace(self, state: str, reason: str = "", *, turns: msgspec.Raw | None = None) -> dict[str, Any]:
+    def trace(self, state: str, reason: str = "", *, turns: list[Turn] | None = None) -> Trace:
         """As the wire has it.
 
         Args:

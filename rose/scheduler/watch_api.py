@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ from rose.scheduler.slices import Slices
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.trajectory import Trajectory
+from rose.wire.answers import Branch, Token
 
 PERIOD_S = 1.0
 _FIRST_SPANS = 12_000
@@ -103,7 +104,7 @@ class WatchRoutes:
         trajectory = self._store.get(request.match_info["id"])
         asked = request.query.get("turn")
         if not trajectory.turns:
-            return json_response({"id": trajectory.id, "turn": None, "tokens": []})
+            return json_response(Branch(id=trajectory.id, turn=None, branches=[], tokens=[]))
         last = len(trajectory.turns) - 1
         turn = last if asked is None else whole_number(asked, field="turn", least=0, most=last)
         branches = [record.turn for record in trajectory.turns if record.turn not in trajectory.parents]
@@ -111,7 +112,8 @@ class WatchRoutes:
         async with self._looking:
             rows = zip(branch_tokens(trajectory, turn), texts, strict=True)
             tokens = await Slices().json_list(row | {"text": text} for row, text in rows)
-        return json_response({"id": trajectory.id, "turn": turn, "branches": branches, "tokens": tokens})
+        found = cast("list[Token]", tokens)
+        return json_response(Branch(id=trajectory.id, turn=turn, branches=branches, tokens=found))
 
     async def _texts(self, token_ids: list[int]) -> list[str | None]:
         """Each token's text, from any engine; None where there is none to ask."""

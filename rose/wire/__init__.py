@@ -5,6 +5,7 @@ how ``/openapi.json`` describes it (:mod:`rose.wire.schema`).  A new field is on
 
 - :mod:`rose.wire.workers`: node agents register engines and send heartbeats.
 - :mod:`rose.wire.samples`: environments begin and finish trajectories, trainers lease batches and publish versions.
+- :mod:`rose.wire.answers`: what environments, trainers and operators are answered.
 - :mod:`rose.wire.errors`: every refusal, in OpenAI's shape.
 - :mod:`rose.wire.http_client`, :mod:`rose.wire.pool`: the two ways to ask, for control and for turns.
 

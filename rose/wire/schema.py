@@ -10,13 +10,13 @@ import msgspec
 Schema = dict[str, Any]
 
 
-def schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
+def schemas(kinds: Iterable[type]) -> dict[str, Schema]:
     """Name -> schema of each kind, as OpenAPI keeps them under ``components``."""
     ordered = sorted(set(kinds), key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     return components
 
 
-def reference(kind: type[msgspec.Struct]) -> Schema:
+def reference(kind: type) -> Schema:
     """A place where such a body stands."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
