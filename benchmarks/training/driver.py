@@ -3,7 +3,7 @@
 ``python -m benchmarks.training.driver SPEC.json`` runs :func:`rose.train.loop.train_with` with its workers in this process (the
 actors without Ray that the tests use), and writes a line per step.  Stand-ins, each at a protocol of the loop:
 
-- :class:`PacedTrainer` is a :class:`rose.train.protocol.Trainer` whose step takes a fixed time.
+- :class:`PacedTrainer` is a :class:`rose.train.protocol.Trainer` whose step takes a fixed time, and where told so a time for each token, be it in the step or before.
 - :class:`HeadPublisher` is a :class:`rose.train.workers.Publisher` that writes the version's name to the file that the timed
   engines watch.
 """
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,20 @@ VOCAB, MAX_TOKENS = 512, 16_384
 
 
 class PacedTrainer:
-    """Takes ``step_s`` for any batch, and remembers how many steps it took."""
+    """Takes ``step_s`` for any batch and ``token_s`` for each token that it had not begun with, and remembers how many steps it took.
+
+    Args:
+        record: File for what each step was given, one line a step: the parts in the order in which they came.
+    """
 
     vocab_size = VOCAB
     max_tokens = MAX_TOKENS
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, token_s: float = 0.0, record: Path | None = None) -> None:
         self._step_s = step_s
+        self._token_s = token_s
+        self._record = record
+        self._begun: list[list[TrainingSequence]] = []
         self._step_index = 0
         self.module = torch.nn.Linear(1, 1)
 
@@ -59,6 +66,12 @@ class PacedTrainer:
         single_update: bool = False,
     ) -> TrainReport:
         started_s = time.monotonic()
+        known = {one.trajectory_id for part in self._begun for one in part}
+        self.begin([one for one in samples if one.trajectory_id not in known])
+        if self._record is not None:
+            with self._record.open("a") as file:
+                file.write(json.dumps([[asdict(one) for one in part] for part in self._begun if part]) + "\n")
+        self._begun.clear()
         time.sleep(self._step_s)
         self._step_index += 1
         return TrainReport(
@@ -80,6 +93,13 @@ class PacedTrainer:
             logprob_diff_max=0.0,
             seconds=time.monotonic() - started_s,
         )
+
+    def begin(self, samples: Sequence[TrainingSequence]) -> None:
+        self._begun.append(list(samples))
+        time.sleep(self._token_s * sum(len(one.positions) for one in samples if not one.masked))
+
+    def forget(self) -> None:
+        self._begun.clear()
 
     def save(
         self,
@@ -131,7 +151,11 @@ async def run(spec: dict[str, Any]) -> None:
     config = TrainConfig.model_validate(spec["job"])
     tokens = Tokens.load(Path(spec["token_file"]))
     parts = Parts(
-        make_trainer=lambda _: PacedTrainer(spec["train_s"]),
+        make_trainer=lambda _: PacedTrainer(
+            spec["train_s"],
+            spec.get("token_s", 0.0),
+            Path(spec["record_file"]) if spec.get("record_file") else None,
+        ),
         make_publisher=lambda _config, _tokens, _module, attempt: HeadPublisher(
             Path(spec["head_file"]), attempt
         ),

@@ -229,12 +229,12 @@ class TimedEngine(FakeEngine):
             self.num_steps += 1
             _, ended = batch.advance(1.0, prefill, 1.0)
             for request in ended:
-                self._ended(request)
+                self._request_ended(request)
             while batch.used_tokens > batch.budget_tokens and batch.running > 1:
                 batch.preempt()
             batch.evict_to(batch.budget_tokens - batch.used_tokens)
 
-    def _ended(self, request: Request) -> None:
+    def _request_ended(self, request: Request) -> None:
         turn = self._turns.get(request.key)
         if turn is None or turn.done.done():
             return

@@ -65,10 +65,12 @@ class Case:
     """Without the two settings of the scheduler that are for long queues."""
     no_spare: bool = False
     """Stragglers without redundant episodes."""
+    streamed: bool | None = None
+    """Of ``benchmarks.training.streamed``: whether steps begin with the groups that are complete."""
 
     @property
     def name(self) -> str:
-        ends = [name for name in ("stragglers", "plain", "no_spare") if getattr(self, name)]
+        ends = [name for name in ("stragglers", "plain", "no_spare", "streamed") if getattr(self, name)]
         return "_".join((self.mode, self.fleet, *ends))
 
     @property
@@ -104,6 +106,8 @@ class Setting:
     num_steps: int = 4
     """Counted ones; half of it in a synchronous arm, whose steps are alike, and twice where both fleets share a step."""
     train_s: float = 1.5
+    token_s: float = 0.0
+    """Of the trainer, for each sampled token, beside ``train_s``."""
     num_groups: int = 12
     group_size: int = 8
 
@@ -111,8 +115,10 @@ class Setting:
 class Loop:
     """Runs arms, one at a time."""
 
-    def __init__(self, setting: Setting, report: Report) -> None:
+    def __init__(self, setting: Setting, report: Report, record: Path | None = None) -> None:
         self._setting = setting
+        self._record = record
+        """File for what the trainer was given."""
         self._report = report
         self._arms: list[Arm] = []
 
@@ -160,7 +166,7 @@ class Loop:
         num_counted = setting.num_steps if case.mode == "asynchronous" else -(-setting.num_steps // 2)
         num_counted *= 2 if case.fleet == "both" else 1
         num_steps = WARM_STEPS[case.mode] + num_counted
-        job = {
+        job: dict[str, Any] = {
             "job": "bench",
             "model": str(folder),
             "num_steps": num_steps,
@@ -183,11 +189,21 @@ class Loop:
             },
             "trainer": TOY_RECIPE,
         }
+        if case.streamed is not None:
+            one_update = {
+                "num_epochs": 1,
+                "minibatch_sequences": 1 << 16,
+                "stream_groups": "gradients" if case.streamed else "off",
+            }
+            job |= {"trainer": {**TOY_RECIPE, **one_update}}
+            job["rollout"]["on_stale"] = "mask"
         spec = {
             "job": job,
             "token_file": str(tokens),
             "head_file": str(head),
             "train_s": setting.train_s,
+            "token_s": setting.token_s,
+            "record_file": str(self._record) if self._record else "",
             "probe_file": str(folder / "driver.jsonl"),
         }
         (folder / "driver.json").write_text(json.dumps(spec))
