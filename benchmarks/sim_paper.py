@@ -28,7 +28,6 @@ Results are kept in FILE as they come: start it again and it goes on.  ``details
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -47,11 +46,12 @@ from benchmarks.sim.paper_cells import (  # noqa: E402
     ARMS,
     CELLS,
     JUDGED,
+    MOST_ADDED,
     PRODUCTION,
     PUBLISHED,
     Cell,
     Setting,
-    base_scenario,
+    arrivals_of,
     coordinates,
     moved,
     scenario_of,
@@ -59,7 +59,6 @@ from benchmarks.sim.paper_cells import (  # noqa: E402
 )
 from rose.errors import ConfigError  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
-from rose.sim.arrivals import Arrivals, make_arrivals  # noqa: E402
 from rose.sim.hardware import Hardware  # noqa: E402
 from rose.sim.summary import compare_misses, summarize  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
@@ -67,16 +66,9 @@ from rose.sim.world import simulate  # noqa: E402
 SEEDS = tuple(range(14))
 TUNING_SEEDS = (1000, 1001)
 REACHED = 0.85
-MOST_ADDED = 0.0002
 GOAL = 3.5
 
 Row = dict[str, Any]
-
-
-@functools.lru_cache(maxsize=4)
-def arrivals_of(cell: Cell, seed: int) -> Arrivals:
-    scenario = base_scenario(cell, seed)
-    return make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
 
 
 def run(cell: Cell, arm: str, setting: Setting, seed: int) -> Row:

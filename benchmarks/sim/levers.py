@@ -36,8 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.report import Report, write  # noqa: E402
-from benchmarks.sim.paper_cells import CELLS, Cell, Setting, scenario_of  # noqa: E402
-from benchmarks.sim_paper import MOST_ADDED, arrivals_of  # noqa: E402
+from benchmarks.sim.paper_cells import CELLS, MOST_ADDED, Cell, Setting, arrivals_of, scenario_of  # noqa: E402
 from rose.errors import ConfigError  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402

@@ -5,11 +5,13 @@ Fixed before the first judged run; ``benchmarks/sim_paper.py`` says what is judg
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rose.sim.arrivals import Arrivals, make_arrivals
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
 
@@ -69,6 +71,8 @@ HARVESTED_CAPS = (8, 16, 32, 64)
 LONGEST_S = (0.0, 60.0, 300.0)
 """``scheduler.longest_first_s``; likewise the next ``scheduler.tail_fraction``."""
 TAIL = (0.0, 0.1, 0.2)
+MOST_ADDED = 0.0002
+"""Of production's requests, that miss their limits beyond those that miss them without rollouts."""
 LIMIT_S = 7200.0
 NUM_STEPS = 2
 
@@ -152,6 +156,12 @@ def base_scenario(cell: Cell, seed: int) -> Scenario:
         *PRODUCTION.get((cell.size, cell.busy), ()),
     ]
     return load_scenario(ROOT / f"examples/scenarios/paper/{cell.job}.toml", changes)
+
+
+@functools.lru_cache(maxsize=4)
+def arrivals_of(cell: Cell, seed: int) -> Arrivals:
+    scenario = base_scenario(cell, seed)
+    return make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
 
 
 def scenario_of(cell: Cell, arm: str, setting: Setting, seed: int) -> tuple[Scenario, str]:
