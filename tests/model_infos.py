@@ -13,6 +13,7 @@ from unittest import mock
 ARCHITECTURES = (
     "BertModel",
     "DeepseekV2ForCausalLM",
+    "Eagle3LlamaForCausalLM",
     "EagleLlamaForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",

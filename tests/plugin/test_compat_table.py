@@ -141,6 +141,7 @@ ROWS: list[tuple[str, Change, str]] = [
     ("other_option", lambda config: adapters(config, enable_moe_shared_loras=True), "refused"),
     ("speculative", lambda config: speculative(config, "ngram"), "elastic"),
     ("speculative", lambda config: speculative(config, "eagle"), "elastic"),
+    ("speculative", lambda config: speculative(config, "eagle3"), "elastic"),
     ("drafts", lambda config: speculative(config, "medusa"), "refused"),
     ("hybrid", says("is_hybrid", True), "compute-only"),
     ("hybrid", says("is_attention_free", True), "compute-only"),

@@ -39,6 +39,11 @@ ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "dense",
         {"speculative_config": {"method": "eagle", "model": "SELF", "num_speculative_tokens": 2}},
     ),
+    (
+        "llama",
+        "dense",
+        {"speculative_config": {"method": "eagle3", "model": "SELF", "num_speculative_tokens": 2}},
+    ),
     ("qwen3", "fp8", {"kv_cache_dtype": "fp8"}),
     ("mla", "mla", {}),
     ("gemma3", "gemma3", {}),
