@@ -28,10 +28,6 @@ class Observed:
     most_pages: int
     busy_fraction: float
 
-    @property
-    def idle_fraction(self) -> float:
-        return 1.0 - self.busy_fraction
-
 
 class Harvestable:
     """Feed with :meth:`see` at every look."""

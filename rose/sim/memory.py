@@ -59,13 +59,8 @@ class SharedMemory:
         return self.rollout.chunks.num_used * self.chunk_pages
 
     @property
-    def claimed_pages(self) -> int:
-        """What production wants back, beyond what it can use."""
-        return self.steps.claim_chunks * self.chunk_pages
-
-    @property
     def needed_pages(self) -> int:
-        """What it must come to hold while it claims memory, else 0."""
+        """What production must come to hold while it claims memory, else 0."""
         num_used = self.serving.chunks.num_used
         return self.steps.needed_chunks(num_used) * self.chunk_pages + (
             self._rest_pages if self.steps.claim_chunks else 0

@@ -19,7 +19,6 @@ def test_harvestable_pages_are_weighted_by_time() -> None:
     assert report.mean_pages == pytest.approx((10 * 1 + 40 * 3) / 4)
     assert (report.least_pages, report.most_pages, report.seconds) == (0, 40, 4.0)
     assert report.busy_fraction == pytest.approx(0.25)
-    assert report.idle_fraction == pytest.approx(0.75)
 
 
 def test_silence_and_a_restart_of_production_are_not_counted() -> None:
