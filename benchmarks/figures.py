@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.coserving import plot
 from benchmarks.coserving.plan import ARMS
+from benchmarks.scheduling import device_shares
 from benchmarks.training import curves
 
 MIN_ARMS = 3
@@ -36,6 +37,8 @@ def figures(paths: Iterable[Path]) -> dict[str, str]:
             case "learning":
                 for task, svg in curves.charts(details["runs"]).items():
                     drawn[f"{stem}-{task}.svg"] = _alone(svg, curves.STYLE)
+            case "device_shares":
+                drawn[f"{stem}.svg"] = _alone(device_shares.picture(details["shown"]), device_shares.STYLE)
             case _:
                 pass
     return drawn

@@ -332,7 +332,7 @@ def _best_static(found: dict[str, Any]) -> str:
     return max(names, key=lambda name: sum(math.log(found[name]["tokens"][job]) for job in JOBS))
 
 
-def _interval(values: Sequence[float], transform: Any = math.exp) -> dict[str, float]:
+def interval(values: Sequence[float], transform: Any = math.exp) -> dict[str, float]:
     """Mean and its 95 % bootstrap interval."""
     rng = random.Random(0)
     means = sorted(sum(rng.choices(values, k=len(values))) / len(values) for _ in range(4000))
@@ -351,15 +351,15 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return _log_gain(one, "never") / bound
 
     gains = {
-        "gain_over_never": _interval([_log_gain(one, "never") for one in found]),
-        "gain_over_always": _interval([_log_gain(one, f"static-{NUM_HARVESTED // 2}") for one in found]),
-        "gain_over_static": _interval([_log_gain(one, _best_static(one)) for one in found]),
+        "gain_over_never": interval([_log_gain(one, "never") for one in found]),
+        "gain_over_always": interval([_log_gain(one, f"static-{NUM_HARVESTED // 2}") for one in found]),
+        "gain_over_static": interval([_log_gain(one, _best_static(one)) for one in found]),
     }
     switches = [one["policy"]["switches_per_hour"] for one in found]
     return {
         **gains,
-        "phases_over_policy": _interval([_log_gain(one, "policy", "phases") for one in found]),
-        "share_of_bound": _interval([share(one) for one in found], transform=float),
+        "phases_over_policy": interval([_log_gain(one, "policy", "phases") for one in found]),
+        "share_of_bound": interval([share(one) for one in found], transform=float),
         "switches_per_hour": sum(switches) / len(switches),
         "failed_turns": sum(one[arm.name]["failed"] for one in found for arm in ARMS),
         "wins": all(gain["low"] > 1.0 for gain in gains.values()),
