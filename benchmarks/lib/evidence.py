@@ -64,6 +64,10 @@ CLAIMS = (
         keys=("gain_over_static", "gain_over_static_low", "gain_over_static_high"), form="{:.3f}x", bar=(1, ">=", 1.0), every=True,
     ),
     Claim(
+        text="two jobs whose phases alternate, simulated: rollouts of a step over those on a fixed half of the devices, and the ends of the 95 % interval", benchmark="device_shares",
+        keys=("rollout_over_half", "rollout_over_half_low", "rollout_over_half_high"), form="{:.3f}x", every=True,
+    ),
+    Claim(
         text="a device that goes from one job's policy to another's, 34 M parameters, a real engine: to the first token, median and longest of 40", benchmark="switch_time",
         keys=("switch_s", "switch_max_s"), form="{:.2f} s", bar=(0, "<=", 1.0), every=True,
     ),

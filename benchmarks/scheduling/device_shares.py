@@ -34,7 +34,7 @@ from benchmarks.scheduling.provisioning import (
     SharedFleet,
     interval,
 )
-from rose.evaluation.charts import Lane, Span, linear_axis, timeline
+from rose.evaluation.charts import Axis, Lane, Span, timeline
 from rose.policy.worker import Tier
 
 HALF = f"static-{NUM_HARVESTED // 2}"
@@ -108,9 +108,7 @@ def picture(shown: dict[str, Any]) -> str:
         Lane(
             name=f"job {job}",
             note="rolls out; between, it trains",
-            spans=[
-                Span(start=begin, end=end, css=f"s-{job}", label="") for begin, end in shown["rollouts"][job]
-            ],
+            spans=[Span(start=begin, end=end, css=job, label="") for begin, end in shown["rollouts"][job]],
         )
         for job in JOBS
     ]
@@ -119,13 +117,14 @@ def picture(shown: dict[str, Any]) -> str:
             name=f"harvested engine {number}",
             note="whose it is",
             spans=[
-                Span(start=begin, end=end, css=f"s-{job}", label=job, title=f"job {job}, {begin} to {end} s")
+                Span(start=begin, end=end, css=job, label=job, title=f"job {job}, {begin} to {end} s")
                 for job, begin, end in spans_of(owners)
             ],
         )
         for number, owners in enumerate(shown["owners"].values(), 1)
     ]
-    axis = linear_axis(DURATION_S, lambda value: f"{value:.0f} s")
+    ticks = [DURATION_S * part / 6 for part in range(6)]
+    axis = Axis(low=0.0, high=DURATION_S, ticks=ticks, format=lambda value: f"{value:.0f} s")
     return timeline(
         lanes, axis, title="Four harvested engines between two jobs, simulated time", lane_height=30
     )
