@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from aiohttp import web
 
@@ -50,6 +50,7 @@ from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 from rose.wire.answers import Health, Ready
 from rose.wire.reading import Reports
+from rose.wire.status import SchedulerStatus
 
 log = logging.getLogger("rose.scheduler")
 
@@ -124,7 +125,7 @@ class Scheduler:
         )
         self.tracing = Tracing.make(config.tracing.otlp_endpoint)
         self.url = ""
-        self._watched: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._watched: tuple[float, SchedulerStatus] | None = None
         self._sampled_at_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -371,7 +372,7 @@ class Scheduler:
     async def _status(self, request: web.Request) -> web.Response:
         return json_response(self._snapshot())
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self) -> SchedulerStatus:
         return self.status.snapshot(
             self.dispatcher,
             self.store,
@@ -380,10 +381,10 @@ class Scheduler:
             started_at_s=self._started_at_s,
         )
 
-    def _recent_snapshot(self) -> dict[str, Any]:
+    def _recent_snapshot(self) -> SchedulerStatus:
         """For any number of watchers: made at most once in ``FRESH_S``."""
         now_s = self.clock.now_s()
-        if now_s > self._watched[0] + FRESH_S:
+        if self._watched is None or now_s > self._watched[0] + FRESH_S:
             self._watched = (now_s, self._snapshot())
         return self._watched[1]
 

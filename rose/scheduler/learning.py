@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from rose.wire.status import LearningRow
 
 BUCKET_S = 30.0
 MAX_BUCKETS = 24 * 120
@@ -52,15 +53,15 @@ class Learning:
             bucket.num_judged += 1
             bucket.num_successes += success
 
-    def curves(self) -> dict[str, Iterator[list[Any]]]:
-        """``{job: [[start_s, how many, mean reward, share of successes or None], ...]}``; those in which none ended are left out.
+    def curves(self) -> dict[str, Iterator[LearningRow]]:
+        """The half minutes of each job in which a trajectory of it finished.
 
         What is finished while they are read adds no row.
         """
         return {job: map(_row, list(buckets)) for job, buckets in self._jobs.items()}
 
 
-def _row(bucket: _Bucket) -> list[Any]:
+def _row(bucket: _Bucket) -> LearningRow:
     judged = bucket.num_judged
     success = bucket.num_successes / judged if judged else None
-    return [bucket.start_s, bucket.count, bucket.reward / bucket.count, success]
+    return bucket.start_s, bucket.count, bucket.reward / bucket.count, success

@@ -16,6 +16,7 @@ from rose.wire import answers
 from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Settings
 from rose.wire.schema import Schema, reference, schemas
+from rose.wire.status import History, SchedulerStatus, WatchHistory, WatchNow
 from rose.wire.turns import Generate
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
@@ -247,6 +248,8 @@ ANSWERS: dict[tuple[str, str], type] = {
     ("post", "/workers/{id}/{verb}"): answers.OnDuty,
     ("delete", "/workers/{id}"): answers.Nothing,
     ("get", "/workers"): answers.Workers,
+    ("get", "/status"): SchedulerStatus,
+    ("get", "/rose/v1/history"): History,
     ("get", "/fleet"): answers.FleetStatus,
     ("post", "/fleet/off"): answers.FleetStatus,
     ("post", "/fleet/on"): answers.FleetStatus,
@@ -257,6 +260,10 @@ ANSWERS: dict[tuple[str, str], type] = {
     ("get", "/readyz"): answers.Ready,
 }
 """What is answered with 200, by method and path."""
+EVENTS: dict[tuple[str, str], dict[str, type]] = {
+    ("get", "/events"): {"history": WatchHistory, "now": WatchNow}
+}
+"""Streams of server-sent events: what each event's data is."""
 _REFUSED: dict[str, Schema] = {
     "message": {"type": "string"},
     "type": {"type": "string"},
@@ -287,8 +294,7 @@ def describe() -> dict[str, Any]:
             "summary": summary,
             "operationId": f"{method} {path}",
             "responses": {
-                str(status): _response(status, path, ANSWERS.get((method, path)))
-                for status in sorted({*statuses, *refused})
+                str(status): _response(status, method, path) for status in sorted({*statuses, *refused})
             },
         }
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -321,17 +327,27 @@ def describe() -> dict[str, Any]:
             "schemas": {
                 "Error": ERROR,
                 "AnthropicError": ANTHROPIC_ERROR,
-                **schemas([*(kind for *_, kind, _ in ROUTES if isinstance(kind, type)), *ANSWERS.values()]),
+                **schemas(
+                    [
+                        *(kind for *_, kind, _ in ROUTES if isinstance(kind, type)),
+                        *ANSWERS.values(),
+                        *(kind for events in EVENTS.values() for kind in events.values()),
+                    ]
+                ),
             },
         },
     }
 
 
-def _response(status: int, path: str, answer: type | None) -> dict[str, Any]:
+def _response(status: int, method: str, path: str) -> dict[str, Any]:
     if status < 400:
-        if answer is None or status != 200:
-            return {"description": "done"}
-        return {"description": "done", "content": {"application/json": {"schema": reference(answer)}}}
+        content: dict[str, Any] = {}
+        if status == 200 and (method, path) in ANSWERS:
+            content = {"application/json": {"schema": reference(ANSWERS[method, path])}}
+        elif status == 200 and (method, path) in EVENTS:
+            kinds = [reference(kind) for kind in EVENTS[method, path].values()]
+            content = {"text/event-stream": {"schema": {"oneOf": kinds}}}
+        return {"description": "done", **({"content": content} if content else {})}
     kind = "AnthropicError" if "/v1/messages" in path else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
     return {"description": "refused", "content": {} if status == 503 else content}

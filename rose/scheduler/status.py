@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from typing import Any
+from typing import cast
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -24,6 +24,7 @@ from rose.scheduler.provision import Provisioner
 from rose.scheduler.store import Store
 from rose.scheduler.tallies import Durations, Tally
 from rose.scheduler.timeline import Promise
+from rose.wire.status import EndedTurn, SchedulerStatus, TokenCounts
 
 RECENT_TURNS = 50
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -112,7 +113,7 @@ class Status:
         self.num_fenced = 0
         self.num_duplicates = 0
         self.num_stale = 0
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_TURNS)
+        self.recent: deque[EndedTurn] = deque(maxlen=RECENT_TURNS)
 
     # --- what happened ---------------------------------------------------------------------------------
 
@@ -257,7 +258,7 @@ class Status:
         provisioner: Provisioner,
         *,
         started_at_s: float,
-    ) -> dict[str, Any]:
+    ) -> SchedulerStatus:
         """``/status``."""
         now_s = dispatcher.now_s()
         book = dispatcher.book
@@ -286,11 +287,13 @@ class Status:
                 "cancelled": self.outcomes["cancelled"],
                 "by_tier": dict(self.turns_by_tier),
             },
-            "tokens": {"by_tier": dict(self.tokens_by_tier), **dict(self.tokens)},
+            "tokens": cast("TokenCounts", {"by_tier": dict(self.tokens_by_tier), **self.tokens}),
             "reroutes": dict(self.reroutes),
             "resumed_turns": self.num_resumed_turns,
             "continued_turns": self.num_continued_turns,
-            "serving_p99": {kind: promise._asdict() for kind, promise in promises.items()},
+            "serving_p99": {
+                kind: {"p99_s": promise.p99_s, "slo_s": promise.slo_s} for kind, promise in promises.items()
+            },
             "fenced_results": self.num_fenced,
             "duplicate_requests": self.num_duplicates,
             "forks": dict(self.forks),

@@ -3,7 +3,7 @@
 Bounded rings, nothing on disk.  The dashboard reads it over ``/events``, ``/debug/trace`` gives it to Perfetto or
 ``chrome://tracing``.  Fed with every action of the turn book and once a second with the whole status; decides nothing.
 
-A span is ``[id, worker, tier, trajectory, attempt, start_s, end_s or None, how it ended]``; a mark is ``[at_s, worker, kind]``.
+Its rows are those of :mod:`rose.wire.status`: tuples of plain values, which a full garbage collection does not look at.
 Times are seconds of the scheduler's own clock.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rose.evaluation.statistics import percentile
 from rose.policy import turn_events as te
@@ -19,6 +19,7 @@ from rose.policy.fleet import Fleet
 from rose.policy.worker import Health, LendingState, Tier
 from rose.scheduler.learning import Learning
 from rose.scheduler.slices import Slices
+from rose.wire.status import History, LearningRow, Sample, SchedulerStatus, StepMark, TurnSpan, WorkerMark
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -28,9 +29,6 @@ MAX_HOURS = 24 * 120
 """A day of every thirtieth sample."""
 _WINDOW = 512
 """Latest waits and moves that percentiles are taken over."""
-
-Span = tuple[Any, ...]
-"""A tuple of plain values, which a full garbage collection does not look at."""
 
 
 class Promise(NamedTuple):
@@ -69,15 +67,15 @@ class Timeline:
         self._now_s = now_s
         self._fleet = fleet
         self._trajectory_of = trajectory_of
-        self._open: dict[str, Span] = {}
-        self._closed: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._open: dict[str, TurnSpan] = {}
+        self._closed: deque[TurnSpan] = deque(maxlen=MAX_SPANS)
         self._num_spans = 0
-        self._changed: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._changed: deque[TurnSpan] = deque(maxlen=MAX_SPANS)
         """Spans opened or closed, oldest first; ``_num_changes`` counts all there ever were."""
         self._num_changes = 0
-        self.marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)
-        self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        self.hours: deque[dict[str, Any]] = deque(maxlen=MAX_HOURS)
+        self.marks: deque[WorkerMark] = deque(maxlen=MAX_MARKS)
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self.hours: deque[Sample] = deque(maxlen=MAX_HOURS)
         """The same, one for each ``HOURS_EVERY_S``."""
         self._queue_s: deque[float] = deque(maxlen=_WINDOW)
         self._reroute_s: deque[float] = deque(maxlen=_WINDOW)
@@ -88,8 +86,7 @@ class Timeline:
         self._under_pressure: set[str] = set()
         self.staleness: Counter[int] = Counter()
         """Versions a leased trajectory lay behind its consumer -> how many."""
-        self.steps: deque[list[Any]] = deque(maxlen=200)
-        """``[at_s, job, version, trajectories finished by then]``."""
+        self.steps: deque[StepMark] = deque(maxlen=200)
         self.num_finished = 0
         self._learning = Learning()
         self.num_broken = 0
@@ -118,7 +115,7 @@ class Timeline:
                 pass
 
     def on_step(self, job: str, version: str) -> None:
-        self.steps.append([self._now_s(), job, version, self.num_finished])
+        self.steps.append((self._now_s(), job, version, self.num_finished))
 
     def on_finished(self, job: str, reward: float, success: bool | None) -> None:
         """A trajectory has its reward."""
@@ -135,7 +132,7 @@ class Timeline:
         if new > 0:
             self.num_broken += new
             self._on_broken(new)
-            self.marks.append([self._now_s(), worker_id, "slo"])
+            self.marks.append((self._now_s(), worker_id, "slo"))
 
     def on_promises(self, worker_id: str, promises: dict[str, Promise]) -> None:
         """A heartbeat's word on production's P99; empty when it has none."""
@@ -153,7 +150,7 @@ class Timeline:
                     worst[kind] = promise
         return worst
 
-    def sample(self, status: dict[str, Any]) -> None:
+    def sample(self, status: SchedulerStatus) -> None:
         """Once a second."""
         now_s = self._now_s()
         flight = {tier.value: 0 for tier in Tier}
@@ -167,7 +164,7 @@ class Timeline:
             if worker.lending is LendingState.PRESSURE:
                 pressed.add(worker.worker_id)
         for name in sorted(pressed - self._under_pressure):
-            self.marks.append([now_s, name, "pressure"])
+            self.marks.append((now_s, name, "pressure"))
         self._under_pressure = pressed
         here = self._fleet.workers
         self._broken = {name: count for name, count in self._broken.items() if name in here}
@@ -186,16 +183,20 @@ class Timeline:
                 "finished": self.num_finished,
                 "queue_s": _percentiles(self._queue_s),
                 "reroute_s": _percentiles(self._reroute_s),
-                "tokens": [
-                    tokens.get(kind, 0)
-                    for kind in ("prompt", "cached", "recomputed", "discarded", "generated")
-                ],
+                "tokens": (
+                    tokens.get("prompt", 0),
+                    tokens.get("cached", 0),
+                    tokens.get("recomputed", 0),
+                    tokens.get("discarded", 0),
+                    tokens.get("generated", 0),
+                ),
                 "slack_s": round(min(slack), 4) if slack else None,
                 "gated": sum(worker.gated for worker in self._fleet),
                 "serving_use": round(sum(use) / len(use), 4) if use else None,
                 "broken": self.num_broken,
                 "p99": {
-                    kind: [round(v, 5) for v in promise] for kind, promise in self.worst_promises().items()
+                    kind: (round(promise.p99_s, 5), round(promise.slo_s, 5))
+                    for kind, promise in self.worst_promises().items()
                 },
             }
         )
@@ -205,22 +206,26 @@ class Timeline:
 
     # --- read by people --------------------------------------------------------------------------------
 
-    async def history(self) -> dict[str, Any]:
-        """``now`` on the scheduler's clock, ``hours``: samples of a day, ``jobs``: see :meth:`~rose.scheduler.learning.Learning.curves`."""
+    async def history(self) -> History:
+        """A day, encoded in slices."""
         slices, now, curves = Slices(), round(self._now_s(), 3), self._learning.curves()
         hours = await slices.json_list(list(self.hours))
         jobs = {job: await slices.json_list(rows) for job, rows in curves.items()}
-        return {"now": now, "hours": hours, "jobs": jobs}
+        return {
+            "now": now,
+            "hours": cast("list[Sample]", hours),
+            "jobs": cast("dict[str, list[LearningRow]]", jobs),
+        }
 
     @property
     def num_changes(self) -> int:
         return self._num_changes
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TurnSpan]:
         """Everything still remembered, the running ones last."""
         return [*self._closed, *self._open.values()]
 
-    def changes_since(self, count: int) -> list[Span]:
+    def changes_since(self, count: int) -> list[TurnSpan]:
         """Spans opened or closed after ``num_changes`` was ``count``; at most what the ring holds."""
         missed = min(self._num_changes - count, len(self._changed))
         return (
@@ -301,10 +306,11 @@ class Timeline:
         span = self._open.pop(turn_id, None)
         if span is None:
             return
-        span = (*span[:6], round(self._now_s(), 4), how)
+        end_s = round(self._now_s(), 4)
+        span = (*span[:6], end_s, how)
         self._closed.append(span)
         if how not in ("done", "cancelled", "failed"):
-            self.marks.append([span[6], span[1], how])
+            self.marks.append((end_s, span[1], how))
         self._note(span)
 
     def _arrived(self, turn_id: str) -> None:
@@ -315,13 +321,13 @@ class Timeline:
             self._reroute_s.append(seconds)
             self._on_rerouted(seconds)
 
-    def _note(self, span: Span) -> None:
+    def _note(self, span: TurnSpan) -> None:
         self._changed.append(span)
         self._num_changes += 1
 
 
-def _percentiles(values: deque[float]) -> list[float] | None:
-    """``[p50, p99]`` of the latest values."""
+def _percentiles(values: deque[float]) -> tuple[float, float] | None:
+    """P50 and P99 of the latest values."""
     if not values:
         return None
-    return [round(percentile(values, share), 4) for share in (0.5, 0.99)]
+    return round(percentile(values, 0.5), 4), round(percentile(values, 0.99), 4)

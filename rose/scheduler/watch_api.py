@@ -19,6 +19,7 @@ from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.answers import Branch, Token
+from rose.wire.status import SchedulerStatus, WatchHistory, WatchNow
 
 PERIOD_S = 1.0
 _FIRST_SPANS = 12_000
@@ -42,7 +43,7 @@ class WatchRoutes:
         store: Store,
         timeline: Timeline,
         renderer: Renderer,
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], SchedulerStatus],
         stopping: Callable[[], bool],
         looking: asyncio.Lock,
     ) -> None:
@@ -71,7 +72,7 @@ class WatchRoutes:
         await response.prepare(request)
         timeline = self._timeline
         seen = timeline.num_changes
-        history = {
+        history: WatchHistory = {
             "samples": list(timeline.samples),
             "spans": timeline.spans()[-_FIRST_SPANS:],
             "marks": list(timeline.marks),
@@ -81,7 +82,7 @@ class WatchRoutes:
         while not self._stopping():
             changed = timeline.changes_since(seen)
             seen = timeline.num_changes
-            now = {
+            now: WatchNow = {
                 "status": self._status(),
                 "sample": timeline.samples[-1] if timeline.samples else None,
                 "spans": changed,

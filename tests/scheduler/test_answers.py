@@ -5,28 +5,36 @@ from __future__ import annotations
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
+import pytest
 
-from rose.scheduler.openapi import ANSWERS, ROUTES, describe
+from rose.scheduler import app
+from rose.scheduler.openapi import ANSWERS, EVENTS, ROUTES, describe
 from tests.scheduler.conftest import World, user
+from tests.scheduler.test_watching import first_events, moved_conversation
 
 NOT_OURS = {
     # OpenAI's, Anthropic's and vLLM's, as their own descriptions have them.
     *(("post", path) for method, path, *_ in ROUTES if method == "post" and ("/v1/" in path or "tokenize" in path)),
     *(("get", path) for _, path, *_ in ROUTES if "/v1/models" in path),
-    # For pages of ours and for other programs' formats: server-sent events, Chrome's traces, OpenAPI, Prometheus, HTML.
-    *(("get", path) for path in ("/status", "/events", "/rose/v1/history", "/debug/trace", "/openapi.json")),
-    *(("get", path) for path in ("/metrics", "/", "/learning")),
+    # Other programs' formats: Chrome's traces, OpenAPI, Prometheus, HTML.
+    *(("get", path) for path in ("/debug/trace", "/openapi.json", "/metrics", "/", "/learning")),
 }  # fmt: skip
 
 
 def test_every_route_of_ours_says_what_it_answers() -> None:
     routes = {(method, path) for method, path, *_ in ROUTES}
-    assert ANSWERS.keys() <= routes
-    assert routes - ANSWERS.keys() - NOT_OURS == set()
+    assert (ANSWERS.keys() | EVENTS.keys()) <= routes
+    assert routes - ANSWERS.keys() - EVENTS.keys() - NOT_OURS == set()
     described = describe()
-    for (method, path), kind in ANSWERS.items():
-        content = described["paths"][path][method]["responses"]["200"]["content"]
-        name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+
+    def content(method: str, path: str) -> Any:
+        return described["paths"][path][method]["responses"]["200"]["content"]
+
+    said = [(content(*route)["application/json"]["schema"], kind) for route, kind in ANSWERS.items()]
+    for route, kinds in EVENTS.items():
+        said += zip(content(*route)["text/event-stream"]["schema"]["oneOf"], kinds.values(), strict=True)
+    for schema, kind in said:
+        name = schema["$ref"].rpartition("/")[2]
         assert name == kind.__name__
         assert name in described["components"]["schemas"]
 
@@ -39,9 +47,16 @@ def unknown(value: Any, kind: Any) -> list[str]:
         return [f"{kind.__name__}.{field}" for field in value if field not in fields] + inner
     if get_origin(kind) is list:
         return [name for one in value for name in unknown(one, get_args(kind)[0])]
+    if get_origin(kind) is dict:
+        return [name for one in value.values() for name in unknown(one, get_args(kind)[1])]
     if get_args(kind) and isinstance(value, dict):  # a union with None
         return [name for one in get_args(kind) if is_typeddict(one) for name in unknown(value, one)]
     return []
+
+
+def is_what_is_said(answer: Any, kind: Any) -> None:
+    msgspec.convert(answer, kind)
+    assert unknown(answer, kind) == []
 
 
 class Checked:
@@ -55,9 +70,7 @@ class Checked:
         self, method: str, route: str, body: Any = None, *, query: str = "", role: str = "admin", **names: str
     ) -> Any:
         answer = await self.world.ok(method.upper(), route.format(**names) + query, body, role=role)
-        kind = ANSWERS[method, route]
-        msgspec.convert(answer, kind)
-        assert unknown(answer, kind) == []
+        is_what_is_said(answer, ANSWERS[method, route])
         self.seen.add((method, route))
         return answer
 
@@ -107,4 +120,34 @@ async def test_a_job_s_answers_are_what_is_said_of_them(world: World) -> None:
     await ask("get", "/admin/settings")
     for probe in ("/healthz", "/health", "/readyz"):
         await ask("get", probe)
-    assert ask.seen == ANSWERS.keys()
+    assert ask.seen == ANSWERS.keys() - WATCHED
+
+
+WATCHED = {("get", "/status"), ("get", "/rose/v1/history")}
+
+
+async def test_what_is_watched_is_what_is_said_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "FRESH_S", -1.0)
+    name = await moved_conversation(world)
+    world.nodes["b"].serving_p99_s = {"ttft": (1.0, 0.5)}
+    waiting = world.scheduler.timeline
+    await world.until(lambda: waiting.samples and waiting.samples[-1]["p99"] and waiting.hours)
+    await world.ok("POST", "/rose/v1/versions", {"job": "job", "attempt": 1, "version": 0}, role="trainer")
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1}, role="environment")
+    ask = Checked(world)
+    status = await ask("get", "/status")
+    assert status["last_turns"]
+    assert status["resumed_turns"]
+    assert status["serving_p99"]["ttft"] == {"p99_s": 1.0, "slo_s": 0.5}
+    history = await ask("get", "/rose/v1/history")
+    assert history["hours"]
+    assert [rows[-1][1] for rows in history["jobs"].values()] == [1]
+    assert ask.seen == WATCHED
+    events = await first_events(world, 2)
+    kinds = EVENTS["get", "/events"]
+    assert [event for event, _ in events] == list(kinds)
+    for event, data in events:
+        is_what_is_said(data, kinds[event])
+        assert data["spans"] or event == "now"
+        assert data["marks"]
+        assert data["steps"]

@@ -18,8 +18,8 @@ def test_rewards_are_means_of_half_a_minute_and_success_counts_where_it_was_said
     learning.finished("a", 61.0, -1.0, None)
     learning.finished("b", 61.0, 2.0, False)
     assert {job: list(rows) for job, rows in learning.curves().items()} == {
-        "a": [[0.0, 2, 0.5, 1.0], [60.0, 1, -1.0, None]],
-        "b": [[60.0, 1, 2.0, 0.0]],
+        "a": [(0.0, 2, 0.5, 1.0), (60.0, 1, -1.0, None)],
+        "b": [(60.0, 1, 2.0, 0.0)],
     }
 
 

@@ -83,7 +83,7 @@ async def test_broken_promises_are_counted_from_the_first_heartbeat_on(world: Wo
     await world.until(lambda: timeline._broken["h"] == 1)
     node["h"].slo_breaches = 2
     await world.until(lambda: timeline.num_broken == 4)
-    assert [mark[1:] for mark in timeline.marks] == [["h", "slo"]] * 2
+    assert [mark[1:] for mark in timeline.marks] == [("h", "slo")] * 2
 
 
 class Moved:
@@ -139,7 +139,7 @@ def test_reroute_latency_is_from_the_cut_to_the_next_token() -> None:
     moved.token(7.0)
     assert moved.seconds == [4.0]
     moved.timeline.sample({"tokens": {}, "queue": {"depth": 0}, "turns": {"done": 0}})
-    assert moved.timeline.samples[-1]["reroute_s"] == [4.0, 4.0]
+    assert moved.timeline.samples[-1]["reroute_s"] == (4.0, 4.0)
 
 
 async def test_productions_p99_is_shown_beside_its_promise(world: World, tmp_path: Path) -> None:
