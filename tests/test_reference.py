@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 
-from rose.scheduler.openapi import ROUTES
+from rose.scheduler.openapi import ANSWERS, EVENTS, ROUTES, describe
 from scripts.reference import FILES, PUBLIC, Entry, entries, page, prose
 
 ALL: list[Entry] = [entry for path in FILES for entry in entries(path)]
@@ -60,9 +60,38 @@ def test_the_page_has_every_route_and_every_name() -> None:
         assert f"<pre>{method.upper()} {path}</pre>" in text
     for name, *_ in ALL:
         assert text.count(f'id="{name}"') == 1, name
-    bodies = re.findall(r'Body: <a href="#([^"]+)"', text)
-    assert bodies
-    assert all(f'id="{body}"' in text for body in bodies)
+    links = set(re.findall(r'<a href="#([^"]+)"', text))
+    assert {
+        "rose.wire.samples.Lease",
+        "rose.wire.answers.Leased",
+        "rose.wire.status.SchedulerStatus",
+    } <= links
+    assert not [link for link in links if f'id="{link}"' not in text]
+
+
+def test_every_field_of_every_request_and_answer_of_ours_has_its_row_and_its_meaning() -> None:
+    text, schemas = page(), describe()["components"]["schemas"]
+    docs = {
+        name.removeprefix("rose.wire.").partition(".")[2]: doc
+        for name, _, _, doc in ALL
+        if "rose.wire." in name
+    }
+    named = set("job id worker_id node tier model turn_id group_id prompt generated done".split())
+    silent = []
+    ours = {name for name, schema in schemas.items() if f"rose.wire.answers.{name}" in CLASSES}
+    for name in ours | {name for name in schemas if f"rose.wire.status.{name}" in CLASSES}:
+        for field, schema in schemas[name]["properties"].items():
+            told = docs[f"{name}.{field}"] or field in named or "$ref" in str(schema)
+            silent += [] if told or field.endswith("_s") else [f"{name}.{field}"]
+    for kind in [*ANSWERS.values(), *(kind for events in EVENTS.values() for kind in events.values())]:
+        name = kind.__name__
+        begin = text.index(f">{name}</a>{prose(schemas[name]['description'])}")
+        table = text[begin : text.index("</table>", begin)] if schemas[name]["properties"] else ""
+        for field, schema in schemas[name]["properties"].items():
+            (row,) = re.findall(rf"<tr><td>{field}<td>(.+?)<td>", table)
+            assert ("may be left out" in row) == (field not in schemas[name].get("required", ()))
+            assert schema != {} or row.startswith("anything")
+    assert not silent
 
 
 def test_a_docstring_s_sections_become_lists() -> None:

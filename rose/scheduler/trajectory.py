@@ -21,7 +21,7 @@ from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, tur
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.messages import TIP_BYTES
 from rose.scheduler.records import CreateRecord, FinishRecord, ScoreRecord, TurnRecord, unpacked
-from rose.wire.answers import Routed, Segment, Trace, Turn
+from rose.wire.answers import Routed, Segment, Timing, Trace, Turn, Usage
 
 
 class Trajectory:
@@ -252,8 +252,8 @@ class Trajectory:
             "versions": record.versions,
             "kv_mixed": record.kv_mixed,
             "segments": cast("list[Segment]", record.segments),
-            "usage": record.usage,
-            "timing": record.timing,
+            "usage": cast("Usage", record.usage),
+            "timing": cast("Timing", record.timing),
             "sampling": record.sampling,
             "constraints": record.constraints,
             "id": record.id,

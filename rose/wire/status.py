@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from rose.wire.answers import Segment, WorkerStatus
+from rose.wire.answers import Segment, Timing, Usage, WorkerStatus
 
 
 class ProvisioningStatus(TypedDict):
     """Which job has which engines."""
 
     mode: Literal["off", "observe", "on"]
+    """``observe``: decide and log, change nothing."""
     wanted: dict[str, int]
     """Job -> dedicated engines that would pay for its demand."""
     held: dict[str, int]
@@ -34,7 +35,9 @@ class TurnCounts(TypedDict):
     """Waiting for one."""
     done: int
     failed: int
+    """Ended without an answer."""
     cancelled: int
+    """Given up by the client, or with their trajectory."""
     by_tier: dict[str, int]
     """Tier of the engine that finished it -> turns that are done."""
 
@@ -45,9 +48,11 @@ class TokenCounts(TypedDict):
     by_tier: dict[str, int]
     """Tier -> tokens that its engines sampled, of turns that have ended."""
     prompt: NotRequired[int]
+    """Of prompts."""
     cached: NotRequired[int]
     """Of prompts, found in an engine's prefix cache."""
     generated: NotRequired[int]
+    """Sampled."""
     recomputed: NotRequired[int]
     """Computed a second time because their turn moved to another engine."""
     discarded: NotRequired[int]
@@ -83,36 +88,17 @@ class StuckTurn(TypedDict):
 
     turn_id: str
     trajectory: str | None
+    """None: it belongs to none."""
     state: str
+    """``queued``, ``dispatched`` (no token yet) or ``decoding``."""
     hold: str | None
     """Why it waits; None: it runs."""
     worker: str | None
+    """The engine that runs it; None: none does."""
     age_s: float
     """Since it was asked for, in seconds."""
     num_tokens: int
     """Sampled so far."""
-
-
-class Usage(TypedDict):
-    """Tokens of one turn."""
-
-    prompt: int
-    cached: int
-    """Of the prompt, found in the first engine's prefix cache."""
-    generated: int
-    recomputed: int
-    """Computed a second time because it moved."""
-
-
-class Timing(TypedDict):
-    """Of one turn, from when it was asked for, in milliseconds."""
-
-    queue_ms: float
-    """Until an engine took it."""
-    ttft_ms: float
-    """Until its first token."""
-    total_ms: float
-    """Until its end."""
 
 
 class EndedTurn(TypedDict):
@@ -124,11 +110,13 @@ class EndedTurn(TypedDict):
     turn: int | None
     """Its number in the trajectory."""
     finish_reason: str
+    """As OpenAI's: ``stop``, ``length``, ..."""
     versions: list[tuple[str, int, int]]
     """``[weight version, first token, tokens]``."""
     kv_mixed: bool | None
     """Did its context hold keys and values of other weights than its newest tokens?  None: an engine did not say."""
     segments: list[Segment]
+    """Which engine sampled which tokens."""
     usage: Usage
     timing: Timing
 
@@ -137,9 +125,11 @@ class SchedulerStatus(TypedDict):
     """What runs, and where.  Counts begin with this process, but for those of trajectories and batches."""
 
     uptime_s: float
+    """Since it began."""
     draining: bool
     """It is being stopped, and takes no new turn."""
     workers: list[WorkerStatus]
+    """All engines."""
     provisioning: ProvisioningStatus
     turns: TurnCounts
     tokens: TokenCounts
@@ -163,7 +153,9 @@ class SchedulerStatus(TypedDict):
     groups_ready: dict[str, int]
     """Job -> complete groups that no trainer has leased."""
     batches_leased: int
+    """That trainers have and did not acknowledge."""
     batches_acked: int
+    """Acknowledged ones that it remembers."""
     dropped_stale: int
     """Trajectories that were given up as too old to train on."""
     discards: dict[str, dict[str, list[int]]]
@@ -173,6 +165,7 @@ class SchedulerStatus(TypedDict):
     held_bytes: dict[str, int]
     """Job -> bytes that its trajectories hold in memory."""
     journal_bytes: int
+    """Size of the journal's file."""
     recovered_records: int
     """Records of the journal that this process began with."""
     stuck: list[StuckTurn]
@@ -189,6 +182,7 @@ class Sample(TypedDict):
     flight: dict[str, int]
     """Tier -> turns on its engines."""
     queued: int
+    """Turns that wait for an engine."""
     done: int
     """Turns since this process began."""
     finished: int
@@ -225,8 +219,11 @@ class WatchHistory(TypedDict):
     samples: list[Sample]
     """The last 15 minutes, one a second."""
     spans: list[TurnSpan]
+    """Each a :data:`TurnSpan`."""
     marks: list[WorkerMark]
+    """Each a :data:`WorkerMark`."""
     steps: list[StepMark]
+    """Each a :data:`StepMark`."""
 
 
 class WatchNow(TypedDict):

@@ -33,13 +33,17 @@ class Registration(Struct, kw_only=True, omit_defaults=True):
     """An engine that may take turns, once per incarnation of it."""
 
     worker_id: ShortName
+    """By which its node calls it, from start to start."""
     url: LongName
     """``http://host:port``, as the scheduler reaches it."""
     tier: Literal["dedicated", "harvested", "borrowed"]
     model: Name
     max_model_len: Annotated[int, Meta(ge=2, le=2**24)]
+    """Longest prompt and output together, in tokens."""
     incarnation: ShortName
+    """Another one after each start of the engine."""
     engine_token: LongName | None = None
+    """What the scheduler shows the engine; None: nothing is asked for."""
     vocab_size: Annotated[int, Meta(ge=1, le=2**32)] | None = None
     """With it a token id that the model does not know is refused before any engine sees it."""
     cap: Positive | None = None
@@ -60,8 +64,11 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Twice a second."""
 
     incarnation: ShortName
+    """As registered."""
     seq: Count
+    """Counts up; an older one that arrives late is passed over."""
     state: Literal["ready", "starting", "stopping"]
+    """Of the engine."""
     version: VersionText | None = None
     """Of the weights in force; None: none yet."""
     run: RunName | None = None
@@ -69,10 +76,15 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     follows: RunName | None = None
     """Whose weights the node fetches; before the first of them arrived, too."""
     kv_budget_tokens: Count | None = None
+    """KV memory that the engine has now; None: unknown."""
     kv_used_tokens: Count | None = None
+    """Of it in use; None: unknown."""
     running: Count = 0
+    """Requests in the engine's steps."""
     waiting: Count = 0
+    """Requests in the engine's queue."""
     num_preemptions: Count = 0
+    """That it made itself for want of KV memory, since it started."""
     decoded_tokens: Count | None = None
     """Sampled by the engine since it started; tells how far turns have come that are not streamed."""
     gated: bool = False
@@ -91,13 +103,19 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     reclaim_seq: Count = 0
     """How often memory was given back with turns in it."""
     slack_s: Slack | None = None
+    """How much longer production's next step can wait; None: there is no production, or nobody said."""
     serving_use: Share = 0.0
     """Of production's KV memory."""
     slo_breaches: Count = 0
+    """Requests and steps of production that missed their objective, since it started."""
     serving_ttft_p99_s: Seconds | None = None
+    """Production's, to the first token; None: unknown."""
     serving_tpot_p99_s: Seconds | None = None
+    """Production's, between tokens; None: unknown."""
     slo_ttft_s: SomeSeconds | None = None
+    """Its objective; None: there is none."""
     slo_tpot_s: SomeSeconds | None = None
+    """Its objective; None: there is none."""
     group: ShortName | None = None
     """Of the fleet's switch (:mod:`rose.policy.fleet_switch`)."""
     mode: Literal["off", "observe", "on"] | None = None
@@ -123,6 +141,7 @@ class HeartbeatAnswer(Struct, kw_only=True):
     """This scheduler assigns nobody (``provisioning.mode``): the node is to have the policy that its own configuration names, also
     where this scheduler, before it was restarted, had told it to have another's."""
     floor_run: RunName | None = None
+    """The run that ``floor`` is of."""
     floor: VersionText | None = None
     """What the trainer of ``floor_run`` has published, by its own word: a store that names an older version has gone back."""
     held: bool = False
