@@ -76,7 +76,19 @@ def test_every_field_of_every_request_and_answer_of_ours_has_its_row_and_its_mea
         for name, _, _, doc in ALL
         if "rose.wire." in name
     }
-    named = set("job id worker_id node tier model turn_id group_id prompt generated done".split())
+    named = {
+        "job",
+        "id",
+        "worker_id",
+        "node",
+        "tier",
+        "model",
+        "turn_id",
+        "group_id",
+        "prompt",
+        "generated",
+        "done",
+    }
     silent = []
     ours = {name for name, schema in schemas.items() if f"rose.wire.answers.{name}" in CLASSES}
     for name in ours | {name for name in schemas if f"rose.wire.status.{name}" in CLASSES}:
