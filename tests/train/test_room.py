@@ -17,20 +17,30 @@ from rose.train.train_config import TrainConfig
 
 pytestmark = pytest.mark.timeout(200)
 
+SOON_S = 10
+"""By then a job in a cluster that is too small has said what is missing."""
+
 
 class Seer:
     def devices(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
-def job(short_tmp: Path, num_ranks: int, num_managers: int | None = 1) -> TrainConfig:
+def job(
+    short_tmp: Path, num_ranks: int, num_managers: int | None = 1, when_too_small: str = "fail"
+) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "model": "m",
             "weights": {"directory": "w"},
             "trainer": {"learning_rate": 1e-6, "num_ranks": num_ranks, "device": "cuda"},
             "env": {"num_managers": num_managers},
-            "ray": {"address": "local", "temp_dir": short_tmp / "r", "num_cpus": 4},
+            "ray": {
+                "address": "local",
+                "temp_dir": short_tmp / "r",
+                "num_cpus": 4,
+                "when_too_small": when_too_small,
+            },
         }
     )
 
@@ -55,40 +65,70 @@ async def test_each_rank_has_a_gpu_and_a_cluster_with_too_few_says_so(
 
 
 class Full:
-    """A room in a cluster that has so many nodes of one CPU, of which some are free; a wait takes its whole time at once."""
+    """A room in a cluster that has so many nodes of one CPU, of which some are free; a wait takes its whole time at once.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, short_tmp: Path, nodes: int, free: int) -> None:
+    The clock is the room's own: what it takes for its word is its patience, and not this machine's.  After :data:`SOON_S` all are free.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: TrainConfig,
+        nodes: int,
+        free: int,
+    ) -> None:
         self.now_s, self.asked = 0.0, list[int]()
-        self.room = Room(job(short_tmp, 1, None))
-        self.free = free
+        self.room = Room(config)
+        self.free, self.nodes = free, nodes
         monkeypatch.setattr(rooms, "_of_nodes", lambda resource: [1] * nodes)
-        monkeypatch.setattr(rooms, "_free_cpus", lambda: free)
+        monkeypatch.setattr(rooms, "_free_cpus", lambda: self.free)
         monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(self.room, "_ask", self.ask)
 
     def ask(self, max_managers: int) -> None:
-        self.room.num_managers = min(max_managers, 8)
+        if self.room._follows:
+            self.room.num_managers = min(max_managers, 8)
         self.room._group = self
         self.asked.append(self.room.num_managers)
 
     def wait(self, seconds: float) -> bool:
         self.now_s += seconds
+        if self.now_s > SOON_S:
+            self.free = self.nodes
         return 1 + self.room.num_managers <= self.free
 
 
+@pytest.mark.parametrize(("num_managers", "missing"), [(None, 1), (2, 2)])
 async def test_what_is_missing_is_said_soon_however_many_nodes_there_are(
-    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, num_managers: int | None, missing: int
 ) -> None:
-    cluster = Full(monkeypatch, short_tmp, nodes=9, free=1)
-    with pytest.raises(ConfigError, match="without room: 1 x environment manager"):
+    cluster = Full(monkeypatch, job(short_tmp, 1, num_managers), nodes=9, free=1)
+    with pytest.raises(ConfigError, match=f"without room: {missing} x environment manager"):
         await cluster.room.hold()
-    assert cluster.now_s <= 10
+    assert cluster.now_s <= SOON_S
+
+
+@pytest.mark.parametrize(("num_managers", "missing"), [(None, 1), (2, 2)])
+async def test_a_job_that_waits_for_room_says_as_soon_what_is_missing(
+    short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_managers: int | None,
+    missing: int,
+) -> None:
+    """Room comes after that, so what it has said it said before."""
+    cluster = Full(monkeypatch, job(short_tmp, 1, num_managers, "wait"), nodes=9, free=1)
+    assert await cluster.room.hold()
+    assert cluster.now_s > SOON_S
+    (said,) = [one for one in caplog.messages if "waiting for room" in one]
+    assert f"9 CPUs on 9 nodes, 1 of them free; the job's actors want {1 + missing}" in said
+    assert f"without room: {missing} x environment manager" in said
 
 
 async def test_a_job_has_as_many_managers_as_there_is_room_for(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Full(monkeypatch, short_tmp, nodes=9, free=5)
+    cluster = Full(monkeypatch, job(short_tmp, 1, None), nodes=9, free=5)
     assert await cluster.room.hold()
     assert cluster.asked == [8, 4]
-    assert cluster.now_s <= 10
+    assert cluster.now_s <= SOON_S
