@@ -304,7 +304,7 @@ def _give_up(role: str, reason: str, because: Row = UNLISTED, found: str | None 
 
 
 def _node_dirs() -> list[Path]:
-    """Of the engine cores that this process starts, or of the one that it is."""
+    """Node directories of the engine cores that this process starts, or its own if it is one."""
     base = Path(os.environ[ENV_DIR])
     return [core_dir(base, core) for core in range(int(os.environ.get(ENV_CORES) or 0))] or [base]
 
@@ -360,9 +360,10 @@ def _rose_call(self: Any, name: str, argument: Any = None) -> Any:
 
 
 PARKED_MS = 50
-"""A parked reader looks again after so long: a word that was lost costs no more."""
+"""A parked reader looks again after this time, which bounds what a lost wake-up costs."""
 WORDS_KEPT = 64
-"""vLLM's writer keeps one word for its readers and drops a second within a millisecond or so, which is read late by one that parks."""
+"""Wake-ups that are queued for a reader.  vLLM's writer queues one and drops a second within about a millisecond; a parked reader would then
+read that message late."""
 _QUEUE_PATCHES = ("queue wait", "queue word")
 _spins = False
 
@@ -385,8 +386,8 @@ def patch_spin() -> None:
 
     vLLM's CPU workers, and its engine core while a step runs, spin on ``sched_yield`` for a second after each message, and only then
     wait for the writer's word.  On a shared core the spin starves an idle-class neighbour although nothing is computed, so production
-    parks at once while such a neighbour may run (:func:`let_spin`).  It does not poll: a sleep of 200 us instead of the spin took so
-    much of the worker's core for the engine core's looks that a step of 22 ms lasted 29.
+    parks at once while such a neighbour may run (:func:`let_spin`).  It does not poll: with a sleep of 200 us instead of the spin, the
+    engine core's polling took so much of the worker's core that a step of 22 ms took 29.
 
     Never raises: it saves time, nothing hangs on it, and production calls it before it serves.
     """

@@ -180,7 +180,7 @@ def new_prompts(scheduler_output: Any, block_tokens: int) -> Iterable[tuple[int,
 
 
 def grown_by(scheduler_output: Any) -> Iterable[Sequence[int]]:
-    """Of each request that goes on with this step the blocks that it was given for it, of one KV group after the other."""
+    """The blocks that this step adds to each running request: a sequence of block ids per request and KV group."""
     return itertools.chain.from_iterable(filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids))
 
 
@@ -244,7 +244,7 @@ def encoder_left(scheduler: Any, request: Any) -> list[tuple[int, int]]:
 
 
 def looks_past_last_hit(scheduler: Any) -> bool:
-    """Does vLLM leave out the last block of a prefix that it finds, so that its drafter has what it begins with?"""
+    """Does vLLM compute the last block of a cached prefix again, because its drafter starts from that block's hidden states?"""
     return scheduler.use_eagle_block_drop
 
 
@@ -266,9 +266,11 @@ def is_blocked(scheduler: Any, request: Any) -> bool:
 
 
 def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
-    """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
-    keys and values from elsewhere, for its client, or for a slot for its adapter.  vLLM puts those back in front of the queue, so they are
-    looked past, not counted.  At one that waits for the encoder vLLM stops, and so do we.  Engine thread, between two steps.
+    """The first ``limit`` waiting requests that need nothing but blocks to start.
+
+    Each has a free slot in the batch, and none of them waits for a grammar, a transfer of keys and values, its client, or an adapter's
+    slot.  vLLM skips requests that do and puts them back in front of the queue; they are skipped here too.  A request that waits for the
+    encoder ends vLLM's search, and this one.  Engine thread, between two steps.
     """
     from vllm.v1.core.sched.interface import PauseState
 

@@ -27,7 +27,8 @@ from rose.units import PAGE_BYTES
 from vllm_plugin.compat import OS_PAGE_BYTES
 
 SERVING_RETAIN_BYTES = 256 << 20
-"""Handles that production keeps of what it lent, for the first chunks that come back: creating handles is most of a map."""
+"""Production keeps the handles of this much lent memory, and maps them first when chunks come back: creating a handle is most of the time
+of a map."""
 FENCE_S = 1.0
 """Longest wait for steps in flight in one go: a step that takes longer is asked about again in the next round."""
 _POLL_S = 0.0002

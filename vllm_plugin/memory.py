@@ -429,9 +429,10 @@ class Pager:
         return None
 
     def _grow(self, chunks: list[int]) -> None:
-        """Map what is still wanted once the report has said that it comes.
+        """Report the chunks as ``MOVING``, then map those that are still wanted.
 
-        Else whoever counts what workers of a dead engine core hold would miss what is just on its way, and take it too.
+        The report comes first: the pages that workers of a dead engine core hold are counted from it, and without it a chunk that is
+        just being mapped would be counted as free and given away.
         """
         for chunk in chunks:
             self._mapped[chunk] = MOVING

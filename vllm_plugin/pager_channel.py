@@ -35,7 +35,7 @@ class PagerChannel:
         self.ranks = [directory.rank(role, rank, num_chunks) for rank in range(num_ranks)]
 
     def reports(self) -> tuple[tuple[Report, ...], int]:
-        """What the workers say, and the most that one of them keeps of memory that it has unmapped, in pages.
+        """The workers' reports, and the largest amount of unmapped memory that one of them still retains, in pages.
 
         Raises:
             LedgerError: A worker's file is gone, and its worker with it.

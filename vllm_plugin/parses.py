@@ -1,9 +1,9 @@
 """Text of a turn from its tokens, by the code that ``vllm serve`` uses for its own answers; routes ``/rose/parse...``.
 
-vLLM's derender routes keep nothing between calls: a stream sends prompt and history again with every token, and a stop string is
-cut by nobody, since the text is parsed whole.  Here a stream *opens* a parse once and feeds it tokens.  Text comes from vLLM's own
-detokenizer, which ends it at a stop string before a parser sees it, and which holds back what may be the start of one; then the
-configured parsers split it into reasoning, content and calls, as they do behind ``/v1/chat/completions``.
+vLLM's derender routes keep no state between calls: a stream would have to send its prompt and history again with every token, and stop
+strings would stay in the text.  Here a stream *opens* a parse once and feeds it tokens.  vLLM's own detokenizer makes the text.  It
+cuts at a stop string, and holds back text that may be the start of one, before a parser sees it.  Then the configured parsers split
+the text into reasoning, content and tool calls, as they do behind ``/v1/chat/completions``.
 
 :class:`Parses` bounds what callers can leave behind: parses, their bytes, and how long an idle one is kept.  A parse may
 vanish at any time (410): its caller opens it again, here or on another engine, and tells what was shown before.
@@ -31,7 +31,7 @@ TOKEN_BYTES = 128
 IDLE_S = 120.0
 MAX_CLOSED = 4096
 CONTEXT_TOKENS = 4
-"""Sampled tokens that repair the text of one that is part of a character."""
+"""Tokens of context in front of a token whose text is wanted: a token may hold only some of a character's bytes."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

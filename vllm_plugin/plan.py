@@ -51,10 +51,10 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Element ``c`` of ``shape``: checkpoint index ``src_offset + c . src_strides``, storage index likewise.
+    """A block of elements: coordinate ``c`` in ``shape`` is checkpoint element ``src_offset + c . src_strides``, and likewise in storage.
 
-    Axes are merged where both sides allow it and ordered by falling ``src_strides``, each of which spans
-    the axes after it, so that an index has at most one coordinate.
+    Neighbouring axes are merged where both sides allow it.  Axes are ordered by falling ``src_strides``, and each stride is larger than the
+    extent of all axes after it, so that a checkpoint index has at most one coordinate.
     """
 
     target: int

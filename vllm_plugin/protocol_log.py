@@ -1,4 +1,4 @@
-"""A book's door, and where an operator asks for it the decision log of all that went through it.
+"""The entry point to an engine's book of chunks and, where an operator asks for it, the decision log of every event.
 
 ``ROSE_DECISIONS`` names the directory, ``ROSE_DECISIONS_NAME`` whose logs they are where engines of several devices share it, and
 ``ROSE_DECISIONS_MAX_BYTES`` and ``_MAX_FILES`` bound them; the node agent sets all four for its engine from ``[decisions]``.  ``rose replay``

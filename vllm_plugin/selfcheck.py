@@ -377,7 +377,7 @@ def problems() -> list[str]:
 
 
 def is_of_line(version: str) -> bool:
-    """Is a build of this version one of the supported line, be it a release, after one or before one?"""
+    """Does this version belong to the supported release line, as a release, a post-release or a pre-release?"""
     from packaging.version import InvalidVersion, Version  # vLLM needs it, too
 
     try:
@@ -389,7 +389,7 @@ def is_of_line(version: str) -> bool:
 
 
 def moved() -> str:
-    """Of a vLLM of another line: which names that are used have moved or gone, for whoever would bring ROSE to it."""
+    """For porting to another vLLM: the names that ROSE uses and that this vLLM does not have."""
     owners = (*CORE, *API, *WORKER, *CPU_WORKER, *DOCTOR)
     found: list[str] = []
     for owner in owners:

@@ -509,8 +509,8 @@ class ServingSide:
     def _publish_lease(self, reserved_pages: int) -> None:
         """Write the lease when it says something new, or to show that we live.
 
-        Both engines watch each other's lease: an unconditional write would be answered by one of the peer's, and
-        that by one of ours, for ever, on production's core.
+        Each engine wakes when the other's lease changes.  Unconditional writes would therefore trigger each other for ever, on
+        production's core.
         """
         self._reserved_pages = reserved_pages
         phase = Phase.OFF if self.failed else Phase.STARTING if self._engine is None else Phase.READY

@@ -1,11 +1,11 @@
-"""Where a stock vLLM server takes its weights from: a store, followed beside the requests of rank 0.
+"""Weights for a stock vLLM server that has no node agent: a thread of worker rank 0 follows the weight store.
 
-Under a node agent there is none of this: the agent follows the store and hands the engine files.  Here one thread of the worker
-keeps the host copy current (:mod:`rose.weights.shared_copy`; servers of one machine that name the same directory share it), and
-:meth:`WeightFeed.take` gives the update file that leads from the engine's version to the one asked for.
+(With a node agent this is not used: the agent follows the store and hands the engine files.)  The thread keeps the host copy of the
+weights current; servers of one machine that name the same directory share that copy (:mod:`rose.weights.shared_copy`).
+:meth:`WeightFeed.take` returns the update file from the engine's version to the requested one.
 
-What comes in is what somebody posted to vLLM's routes, and is checked as such.  No secret is among it: the bearer token is in a
-file of the server's machine.
+The arguments come from requests to vLLM's routes, and are validated as untrusted input.  They hold no secret: the store's bearer token
+is in a file on the server's machine.
 
 It imports no vLLM and touches no model.
 """

@@ -151,10 +151,10 @@ _FLOCK = struct.Struct("@hhqqi4x")  # struct flock, 64-bit Linux: type, whence, 
 
 
 WRITER, SUCCESSOR = 0, 1
-"""What a lock says: the open file that has it writes the file, or is about to put another in its place.
+"""The two locked bytes of a file: ``WRITER`` is held by the process that writes it, ``SUCCESSOR`` by one that is about to replace it.
 
-Two bytes of the file, so that who asks whether a writer lives is not told of the one that comes after it: it would believe the
-last words of a dead process.
+They are two bytes so that a reader who asks whether the writer lives does not see its successor's lock instead, and take a dead
+process's last record for current.
 """
 
 

@@ -1,8 +1,8 @@
-"""Which devices provisioning has a say over, and which are everybody's.
+"""Which devices provisioning assigns to jobs, and which are shared by all.
 
-A device is everybody's where nothing is to be decided: no two jobs of its base model want different weights or have different
-weights in sharing, it has the ones that are wanted, and every one of these jobs may hold all devices of its tier.  Such a device takes turns of
-all jobs and of none, as if there were no provisioning, and nobody parks it.  So is one of a base model that no job has.
+A device is shared where there is nothing to decide: all jobs of its base model want the same weights and have the same weight in
+fair sharing, the device has those weights, and each of these jobs may hold every device of its tier.  A device of a base model that no
+job uses is shared too.  A shared device takes turns of every job, as it would without provisioning, and is never parked.
 
 Pure; caller: ``rose.policy.assigning``.
 """

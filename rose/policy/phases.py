@@ -1,10 +1,9 @@
 """The phases of a job that rolls out and trains in turn, learned from how many turns it has.
 
-A job *samples* while it has turns.  It has none for a moment now and then, while every agent waits for its tools: only
-``settle_s`` without a turn is the *other* phase (training, and what goes with it), which then began with the first moment without one.
-What a phase of sampling takes is counted in seconds of one dedicated engine, for how long it lasts depends on how many it has;
-the other in seconds.  The median of the last few counts; nothing is configured, and nothing is said of a job that has not been
-seen to alternate.
+A job *samples* while it has turns.  Short gaps are normal, while every agent waits for its tools: only after ``settle_s`` without a turn
+does the *other* phase (training and the like) count, from the first moment without one.  The length of a sampling phase is counted in
+seconds of one dedicated engine, because its duration depends on how many engines the job has; the other phase is counted in seconds.
+The median of the last few counts.  Nothing is configured, and nothing is predicted for a job that has not been seen to alternate.
 
 Pure; callers: ``rose.policy.provisioning``, ``rose.policy.pairing``.
 """

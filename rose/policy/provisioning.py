@@ -6,31 +6,33 @@ A *job* may hold up to ``n_dedicated``, ``n_borrowed`` and ``n_harvested`` of th
 **Gain.**  With ``n`` turns on ``k`` engines a job samples ``rate(n, k)`` tokens a second: an engine that has ``m`` turns makes
 ``m / (token_s + m * crowd_s)``, and no turn is on two engines.  One more host shortens what is to be done by the share
 ``1 - rate(n, k) / rate(n, k + 1)``; that share of ``hold_s`` (how long a demand is believed to last, or production to leave the
-host alone, or its owner to leave it, or the job to sample, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
-few long turns nothing: where engines have room for every turn, no harvested one is taken in.  A job that is expected to end its
-work later than its deadline counts for more, by how much it is late, up to ``most_urgent`` times.
+host alone, or its owner to leave it, or the job to sample, whichever is shorter), times the job's weight, is the host's gain in
+seconds.  So a long queue gains much, and a tail of a few long turns gains nothing: where the engines have room for every turn, no
+harvested one is added.  A job that will miss its deadline counts for more, in proportion to its delay, up to ``most_urgent`` times.
 
-- **Activate** where the gain is above ``gain_factor`` times what the switch costs: what the host measured of its last commit and, where it has
-  no copy of the job's policy, of its last pull; a figure of some minutes ago counts for less, so that one slow switch does not bind a
-  host for good.  ``least_s`` where it has the job's weights already, or the job asks for none.
-- **Adopt**: a host that is new here and has a job's weights works for it at once.  So a scheduler that starts again finds its fleet as
-  it was.  One that has the weights of a job that is not known is left alone for ``rest_s``: that job may be about to come back.
+- **Activate** a host where the gain is above ``gain_factor`` times the cost of the switch.  The cost is the time of the host's last commit of
+  weights and, unless it has a copy of the job's policy, of its last pull.  A measurement counts for less as it ages, so that one slow
+  switch does not exclude a host for good.  A host that has the job's weights already, or whose job needs none, costs ``least_s``.
+- **Adopt**: a host that registers with a job's weights works for that job at once, so a restarted scheduler finds its fleet as it was.
+  A host with the weights of an unknown job is left alone for ``rest_s``: that job may be about to come back.
 - **Which host**: dedicated first, then borrowed; then one that has the job's weights, or a copy of them, the lowest recent KV use of production
   (the paper's rule), the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
-- **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
+- **Which job** first: the one that has used the fewest device-seconds per weight.  A share that its job does not use goes to another job.
 - **Phases.**  Jobs that roll out and train in turn are known by what they do (``rose.policy.phases``).  With ``phases``, one that is about to sample again gets idle
   hosts in time for the switch, and two that fit take turns on their hosts (``rose.policy.pairing``).
-- **Away**: a job that has had no turn for three times as long as it ever had none, or for ``job_idle_s`` where that is not known, and whose
-  trainer has no batch.  It holds nothing, and is waited for by nobody; what was learned of it stays, and so does what it has used, but
-  having been away gives it no claim.
+- **Away** is a job whose trainer has no batch and that has had no turn for three times its longest pause so far (``job_idle_s`` while none
+  is known).  It holds no host, and no other job waits for it.  What was learned of it and what it has used are kept, but its absence
+  earns it no priority.
 - **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
   other has had more than its share by ``unfair_s``.
-- **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, whose job's weights have not
-  come in ``arrive_s`` (it is not ordered to that run again for a while, longer each time), or whose job is gone or was given a lower
-  cap.
-- **Hysteresis**: a host works for a job ``min_active_s`` at least, one that was released rests for ``rest_s``; to be kept takes
-  much less gain than to be taken.  A job keeps its last dedicated host, unless it has no turn, or had more than its share, and another
-  has none.
+- **Release** a host
+  - that has gained next to nothing for ``idle_s``;
+  - that its production or its owner needs;
+  - to which the job's weights did not come within ``arrive_s`` (it is not sent to that run again for a while, longer each time);
+  - whose job is gone, or was given a lower cap.
+- **Hysteresis**: a host works for a job for at least ``min_active_s``, and rests for ``rest_s`` after a release.  Keeping a host takes much
+  less gain than activating one.  A job keeps its last dedicated host, unless another job has none and this one has no turn or has used
+  more than its share.
 
 Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job, of its own model, and while it is lent; no job
 holds more of a tier than its cap; what is held is known.

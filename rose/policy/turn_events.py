@@ -206,10 +206,10 @@ class TokensArrived:
 class AttemptEnded:
     """The engine's terminal answer with its last tokens, as in :class:`TokensArrived`.
 
-    ``versions`` are spans over all of this attempt's own tokens, if it told.  ``kv_mixed``: its context held keys
-    and values of other weights than its newest tokens; None if it did not say.  ``run``: whose weights sampled them, by the
-    engine's own stamps, which count for more than what was believed of it; None if it does not stamp, and then no job that names a run
-    keeps them.
+    ``versions`` are spans over all of this attempt's own tokens, if the engine reports them.  ``kv_mixed``: its context held keys
+    and values of other weights than its newest tokens; None if the engine did not say.  ``run``: the run whose weights sampled the
+    tokens, as the engine stamped them; it overrides what the scheduler believed.  None: the engine does not stamp, and no job that
+    names a run may keep the tokens.
     """
 
     at_s: float
@@ -454,8 +454,8 @@ class TurnParams:
     groups that began together are served one after the other; below, a turn is overtaken only for a time in proportion to the
     difference in age."""
     affine_wait_s: float = 0.0
-    """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, but
-    no longer than it takes to read the prefix again.  0: off."""
+    """While there are more waiting turns than open workers, a turn whose prefix is cached on a worker waits up to this long for a slot
+    there, but never longer than a prefill of that prefix would take.  0: off."""
     migrate_ratio: float = 0.0
     """A running turn of a harvested worker goes on at a dedicated one with room when its rest takes more than this many times as long
     where it is (``rose.policy.migration``).  0: turns stay where they are."""

@@ -1,10 +1,14 @@
 """Requests beside the task: an agent program's own, under the key of the trajectory that it works for.
 
-A coding agent has its model write a title for the session, or probes with one token whether it may ask at all.  Nothing of that is the
-task, and a reward of the task says nothing of it.  Who knows says so (``X-ROSE-Side``).  Where nobody does, only what cannot well be an
-agent's work is taken for such a request: it offers no tools although others of its trajectory do, asks for one token or for an answer
-in a form that is enforced, continues no turn, and none continues it (:meth:`~rose.scheduler.trajectory.Trajectory.is_side`).  An agent
-that another begins has tools, or speaks freely, or goes on; what a form is enforced on could not be trained on as it was sampled, either.
+A coding agent has its model write a title for the session, or probes with one token whether it is allowed to ask.  That is not the
+task, and the task's reward says nothing about it.  A program that knows marks such requests itself (``X-ROSE-Side``).  Without a mark,
+a request counts as one only if all of this holds (:meth:`~rose.scheduler.trajectory.Trajectory.is_side`):
+
+- it offers no tools, although other requests of its trajectory do;
+- it asks for a single token, or for an answer in an enforced format (which could not be trained on as it was sampled anyway);
+- it continues no turn, and no turn continues it.
+
+A sub-agent does not look like that: it has tools, answers freely, or takes several turns.
 """
 
 from __future__ import annotations

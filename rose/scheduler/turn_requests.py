@@ -38,7 +38,14 @@ class TurnRequests:
         return None if name is None else self._store.open(name)
 
     def turn_request(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> TurnRequest:
-        """``said`` is what a retry repeats byte for byte, as it does what its headers demand of the answer."""
+        """A turn as its client asked for it.
+
+        Args:
+            said: The part of the body that a retry repeats byte for byte.  With the headers that constrain the answer it identifies the request.
+
+        Raises:
+            RequestError: A header has a bad value.
+        """
         headers = request.headers
         deadline_ms = headers.get("X-ROSE-Deadline-Ms")
         minimum = headers.get("X-ROSE-Min-Version")

@@ -145,7 +145,7 @@ class Engine:
         self.decoded = 0.0
         """Tokens sampled, prompts' first ones aside."""
         self._alive: dict[str, int] = {}
-        """Trajectory -> tokens that a running request holds for others of it, which need not wait for its end."""
+        """Trajectory -> prefix tokens that a running request of it holds, and that its other requests can reuse before that one ends."""
         self._heap: list[tuple[float, int, Request]] = []
         self._number = 0
         self._base = 0.0
@@ -219,8 +219,13 @@ class Engine:
         return self.pending_tokens / steps, float(steps)
 
     def prompt_attention_s(self, per_step: float) -> tuple[float, float]:
-        """Seconds that the next step's ``per_step`` prompt tokens attend to what was read before them, and how much longer each
-        step takes than the one before it: position ``i`` attends to ``i`` tokens, so a whole prompt takes ``prompt**2 / 2``."""
+        """Attention time of prefill: seconds in the next step, and how many more in each step after it.
+
+        Position ``i`` attends to ``i`` tokens, so a whole prompt costs ``prompt**2 / 2`` pairs, and later chunks of it cost more.
+
+        Args:
+            per_step: Prompt tokens of each step.
+        """
         if not self.attention_s or per_step <= 0 or not self.prefilling:
             return 0.0, 0.0
         if len(self.prefilling) == 1:

@@ -31,7 +31,7 @@ class Efficiency(Section):
     """Prefill, of the dense bf16 peak."""
     bandwidth: float = Field(default=0.7, gt=0, le=1)
     link: float = Field(default=0.7, gt=0, le=1)
-    """All-reduces between the GPUs of an engine, of what the datasheet gives for one direction."""
+    """Share of the datasheet's one-way bandwidth that all-reduces between the GPUs of an engine reach."""
     all_reduce_s: NotNegative = 1e-5
     """Latency of one of them; there are two in each layer."""
     training: float = Field(default=0.35, gt=0, le=1)
@@ -197,7 +197,7 @@ class LinksSection(Section):
     cluster_gbps: Positive = 400.0
     """Trainer to dedicated engines, a broadcast."""
     host_path_gb_s: Positive = 3.1
-    """Dense GB that one rank of an engine covers per second when it encodes or applies its part of an update."""
+    """GB of dense weights per second at which one rank of an engine encodes or applies its part of an update."""
 
 
 class CellsSection(Section):

@@ -618,7 +618,7 @@ def _features(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, An
 
 
 def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters that a real engine would obey, and that vLLM makes of a form which is asked for."""
+    """Constraints on sampling that vLLM would apply to this request, such as the grammar of a requested response format."""
     found = {name: body[name] for name in ("top_k", "bad_words", "logit_bias") if name in body}
     form, choice = body.get("response_format") or {}, body.get("tool_choice")
     if form.get("type", "text") != "text" or choice not in (None, "auto", "none"):

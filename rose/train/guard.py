@@ -8,10 +8,11 @@ gradient's scale.  So each part of the guard bounds something else:
 
 - a batch of too few groups with unequal rewards changes nothing (:meth:`StepGuard.is_starved`);
 - a gradient is clipped at what is usual for the job (:meth:`StepGuard.grad_limit`);
-- a step moves the policy no further than ``kl_target`` from where it began, and of its ``n`` updates the first ``i`` no further than ``i / n`` of that
-  (:meth:`StepGuard.allowed`), judged *after* each update, the first and the last included, on sequences of every group, those that taught nothing too.
-  An update that goes beyond is taken back by halves (:meth:`StepGuard.smaller`).  It is the line search of TRPO (Schulman et al. 2015) around the
-  optimiser's step, with a share for each minibatch: else the first ones would use all of it up, and a step would be the noise of one;
+- a step moves the policy at most ``kl_target`` away from where the step began.  Of its ``n`` updates, the first ``i`` together may use ``i / n`` of
+  that (:meth:`StepGuard.allowed`): without shares the first minibatches would use all of it up, and the step would follow their noise.
+  The distance is measured *after* each update, on sequences of every group, also of groups whose equal rewards taught nothing.  An update
+  that goes too far is halved until it does not (:meth:`StepGuard.smaller`): the line search of TRPO (Schulman et al. 2015), around the
+  optimiser's step;
 - a job whose updates keep going too far takes smaller ones, and larger ones again as there is room (:attr:`StepGuard.rate_factor`).
 
 (The fifth, the bound of the loss of tokens with negative advantage, is ``LossParams.dual_clip``.)

@@ -1,7 +1,7 @@
 """What held-out episodes say of a policy.
 
-*pass@k* is the chance that one of ``k`` episodes of a task succeeds: of ``n`` that were played, ``c`` of them with success, the share of all draws of
-``k`` that hold one, ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021).  It has no bias, which ``1 - (1 - c / n) ** k`` has.
+*pass@k* is the chance that at least one of ``k`` episodes of a task succeeds.  With ``c`` successes among ``n`` episodes it is estimated as
+``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021), which is unbiased; ``1 - (1 - c / n) ** k`` is not.
 
 Pure.
 """

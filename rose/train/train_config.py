@@ -206,7 +206,7 @@ class EvalSettings(Section):
     num_tasks: int = Field(default=32, ge=1)
     episodes_per_task: int = Field(default=1, ge=1, le=1024)
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=16)
-    """Numbers of episodes for which the chance is told that one of them succeeds (pass@k); none above ``episodes_per_task``."""
+    """Values of ``k`` for which pass@k is reported, the chance that one of ``k`` episodes succeeds; at most ``episodes_per_task``."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """0 = greedy, where all episodes of a task are alike unless its environment plays dice."""
     background: bool = False

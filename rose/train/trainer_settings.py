@@ -59,8 +59,9 @@ class GuardSettings(Section):
     """What keeps a step from doing harm.  On by default; each part is switched off by itself, and what it does is counted in the step's metrics."""
 
     kl_target: float = Field(default=0.05, ge=0)
-    """Nats a token that a step may move the policy away from its weights at the start of it, and each update its share of that, measured after the
-    update on sequences of all groups: one that goes beyond is taken back by halves.  0 = off."""
+    """How far a step may move the policy from its weights at the start of the step, in nats per token (KL divergence); each update gets an
+    equal share.  It is measured after each update, on sequences of all groups, and an update that goes too far is halved until it does
+    not.  0 = off."""
     adapt_rate: bool = True
     """Take smaller updates after one that went too far, and larger ones again, up to the job's rate, where there is room.  Not without ``kl_target``."""
     starved: Literal["wait", "skip", "train"] = "wait"

@@ -17,7 +17,7 @@ _HALVES = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def check(params: WeightsParams, specs: Mapping[str, TensorSpec]) -> None:
-    """Says which patterns of ``keep`` are of no tensor, and where the store is to be too small for an anchor beside the last."""
+    """Log a warning for each pattern of ``keep`` that matches no tensor, and for a store that cannot hold two anchors at once."""
     for pattern in params.keep:
         if not any(fnmatchcase(name, pattern) for name in specs):
             _log.warning("weights.keep: no tensor is called %s", pattern)

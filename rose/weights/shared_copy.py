@@ -281,7 +281,7 @@ class _Keeper:
         self.subscriber = subscriber
         self._run_id = run_id
         self._following = threading.Lock()
-        """Held by the one of all who wait that follows the head for them."""
+        """Held by the waiting thread that polls the head on behalf of all others that wait."""
         self._changed = threading.Condition()
         self._closed = False
         self._asked_at_s = -USED_S

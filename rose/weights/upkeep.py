@@ -204,7 +204,7 @@ class Upkeep:
         return short or len(chain.deltas) >= self._params.anchor_every
 
     def _take_found(self, chain: Chain) -> None:
-        """The newest anchor of the chain that somebody else composed, where it is of what was published."""
+        """Adopt the newest anchor of the chain that another process composed, if it has the state that was published."""
         keys = set(self._store.list(f"{self._run_id}/"))
         for version, _ in reversed(chain.deltas):
             if version == self._composed:

@@ -80,5 +80,9 @@ class OfTrajectory(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_sampling(values: Mapping[str, Any], kind: type[Sampling], prefix: str = "") -> None:
-    """Raises RequestError for the first field that is not what it must be, or that ``kind`` does not know where it knows all."""
+    """Validate sampling parameters against ``kind``.
+
+    Raises:
+        RequestError: A field has a wrong type or value, or is unknown and ``kind`` forbids unknown fields.
+    """
     check(kind, values, prefix)

@@ -9,15 +9,17 @@ The *rate* of an age is ``(tokens found + one prompt) / (tokens that lay there x
 is Laplace's: where next to nothing has been watched, everything has to be expected.  So a loan grows into the cache as evidence does: in steps,
 the cheapest chunks first, each of which leaves room in the bound.
 
-A block's *price* is the part of all asked tokens that is expected to be missed without it: the rate of its own age, and those of the older ones that it
-would have reached, as far as content gets there (where a sixteenth of this age's lies in an older one, a sixteenth of that one's rate).  An age that
-nothing has reached yet costs everything, until the cache is full and content makes room before: an engine that has just started lends nothing of its
-cache, which is empty then.  A chunk costs what its
-blocks do.  The prices of what is offered and of what has been lent, at the rates of today, are together at most the bound; so are they
-with what prompts have really missed lately, where that is more.
+A block's *price* is the share of all prompt tokens that is expected to be missed without it.  It is the rate of the block's own age, plus the
+rates of the older ages that the block might still have reached.  Each of those counts in proportion: if only a sixteenth of the
+content of this age ever gets that old, a sixteenth of that rate is added.  An age that no block has reached yet has the highest price, because
+nothing is known of it, until the cache is full and blocks are evicted before they get that old.  So an engine that has just started lends
+nothing of its cache.  A chunk's price is the sum over its blocks.
 
-What was lent goes on teaching: the caller keeps the keys of a cache of the whole device, and tells how many prompts have missed something of theirs, and how many of
-them are left.  What such a cache has forgotten too nobody can miss.
+The bound: the price of what is offered plus the price of what is on loan, both at today's rates, stays within it.  If prompts have lately
+missed more than the price of the loan says, what they missed counts instead.
+
+The book goes on learning from blocks that are on loan.  The caller keeps the keys that a cache of the whole device would hold, and reports how
+many prompts missed some of them and how many keys are left.  What that larger cache would have evicted too is no loss.
 
 What this rests on: traffic that finds old content as often as it did in the last thousands of prompts.  Where that changes, what is
 really missed is counted (``vllm_plugin/ghost.py``) and taken back for (:mod:`rose.policy.cold_cache`).
