@@ -95,7 +95,7 @@ TABLE: tuple[Row, ...] = (
     _row(16, "api_servers", "several API server processes", _ALL, "only the engine core takes part; a rollout engine keeps weight updates in its API server", _NO),
     _row(17, "rust_frontend", "vLLM's Rust front end", _NO, "deadlines count from the arrival times that it states, and nobody has checked those: vLLM's CPU build has no such front end"),
     _row(18, "mig", "a MIG slice", _NO, "driver figures and green contexts mean something else there; not tested"),
-    _row(19, "sleep_mode", "sleep mode, the cumem allocator, expandable segments", _NO, "asleep, production has no KV memory, and a lease would still count it; awake, it takes all of it at once"),
+    _row(19, "sleep_mode", "sleep mode, the cumem allocator, expandable segments", _NO, "asleep, at level 1 as at 2, production has no KV memory, and a lease would still count it; awake, it takes all of it at once; compute alone could not be tried: vLLM's CPU build does not start with it"),
     _row(20, "unknown_version", "a vLLM version outside the supported line, or a hook that changed", _NO, "private names may have moved"),
     _row(21, "gpu", "CUDA", _NO, "not measured on a GPU: off unless allow_unmeasured = true (production: ROSE_ALLOW_UNMEASURED=1)", unmeasured=_ALL),
     _row(22, "other_scheduler", "another --scheduler-cls or --worker-cls", _NO, "ours takes that place"),

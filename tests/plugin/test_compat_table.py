@@ -15,6 +15,7 @@ import pytest
 
 import vllm_plugin
 from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import unpack_found
 from rose.coserve.records import Phase
 from rose.policy import engine_fields
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
@@ -321,6 +322,24 @@ def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lea
     assert lease.alive()
 
 
+def test_production_that_may_sleep_is_refused_by_the_field_that_says_so(
+    lease: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``vllm serve --enable-sleep-mode`` makes its configuration, on a platform that says that it can."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+    write_tiny_model(tmp_path / "model")
+    made = harness.engine_config(tmp_path / "model", enable_sleep_mode=True)
+    made.parallel_config.worker_cls = compat.STOCK_CPU_WORKER
+
+    assert wrapped(made).scheduler_config.scheduler_cls is None
+    assert made.parallel_config.worker_cls == compat.STOCK_CPU_WORKER
+    record = lease.read()
+    assert (record.phase, row_of_number(record.row)) == (Phase.OFF, row("sleep_mode"))
+    assert unpack_found(lease.extra) == "model_config.enable_sleep_mode = True"
+
+
 def test_each_engine_core_of_a_refused_server_says_why_in_its_own_directory(
     config: Any, lease: Any, tmp_path: Path
 ) -> None:
@@ -476,7 +495,6 @@ def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(
 def test_the_lease_names_the_field_and_value_for_which_nothing_is_lent(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rose.coserve.record_layout import unpack_found
     from vllm_plugin.scheduler import ServingScheduler
 
     monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))

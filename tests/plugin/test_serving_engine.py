@@ -183,6 +183,28 @@ def test_tokens_and_log_probs_do_not_change_with_what_is_lent_and_given_back(
         assert answer() == before
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_is_told_to_sleep_takes_back_and_lends_and_answers_when_it_wakes(
+    server: EngineServer, agent: Agent, level: int
+) -> None:
+    """Without sleep mode, which vLLM's CPU build has not: it pauses and empties its caches, and no memory goes."""
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+    before = complete(server, PROMPT)
+
+    assert server.post(f"/sleep?level={level}").status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        meanwhile = pool.submit(complete, server, PROMPT)
+        agent.write(lend_pages=4)
+        agent.until_lent(4)
+        assert not meanwhile.done()
+        assert server.post("/wake_up").json()["status"] == "awake"
+        assert meanwhile.result(timeout=60) == before
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+    assert complete(server, PROMPT) == before
+
+
 def test_memory_the_peer_still_holds_is_waited_for_as_a_number(server: EngineServer, agent: Agent) -> None:
     agent.write(lend_pages=10)
     agent.until_lent(10)
