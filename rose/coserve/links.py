@@ -348,7 +348,8 @@ class WeightLoop:
             if error.code == "weights_broken":
                 await engine.kill_broken()
                 raise
-            if isinstance(error, SectionCorrupt) or has is None:
+            # Busy: somebody else's call about its weights was under way, which says nothing of what it has.
+            if isinstance(error, SectionCorrupt) or has is None or error.code == "busy":
                 raise
             # The engine is not what the delta is for (restarted, or another lineage): from scratch.
             logger.warning("update to %s refused (%s), taking the whole version", target, error)

@@ -144,6 +144,8 @@ def build(engine: FakeEngine) -> web.Application:
             return refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
         target = f"{body['attempt']}.{body['version']}"
         engine.fault = update.get("fault", "")
+        if engine.fault == "busy":
+            return refusal(409, "another weight call is in progress", "busy")
         if engine.fault == "die in stage":
             os.kill(os.getpid(), signal.SIGKILL)
         if engine.staged != target:

@@ -500,6 +500,19 @@ async def test_an_update_for_another_base_is_replaced_by_the_whole_version(devic
     assert source.fetched == [("1.1", "0.0"), ("1.1", None)]
 
 
+async def test_an_engine_that_is_busy_with_another_call_is_asked_again_for_the_same_update(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan of its memory, say: what it has is what the update is for, and the whole version would be many times as large."""
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.05,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.fault = "busy"
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    assert source.fetched == [("1.1", "0.0")] * 2
+
+
 @pytest.mark.parametrize("fault", ["answer", "silent"])
 async def test_an_engine_whose_weights_are_of_no_version_is_killed_and_comes_back(
     device: Device, monkeypatch: pytest.MonkeyPatch, fault: str
