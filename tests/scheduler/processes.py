@@ -18,12 +18,18 @@ class Daemon:
     Args:
         name: Of its log in ``folder``; others there have their own.
         stands_by: For one that has the same journal.
+        policy: Of routing.
     """
 
     def __init__(
-        self, folder: Path, *settings: str, name: str = "scheduler", stands_by: bool = False
+        self,
+        folder: Path,
+        *settings: str,
+        name: str = "scheduler",
+        stands_by: bool = False,
+        policy: str = "sticky_least_loaded",
     ) -> None:
-        self.folder = folder
+        self.folder, self.policy = folder, policy
         self.settings = ("timeouts.tick_s=0.05", *settings)
         self.log = folder / f"{name}.log"
         self.stands_by = stands_by
@@ -47,7 +53,7 @@ class Daemon:
                 *(["--standby"] if self.stands_by else []),
                 *(part for setting in self.settings for part in ("--set", setting)),
                 "--policy",
-                "sticky_least_loaded",
+                self.policy,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
             )
