@@ -1,7 +1,7 @@
 """Arms of ``benchmarks.scheduling.provisioning`` against the clock: a real ``rose-scheduler`` process, engines that take time and no CPU.
 
 **World.**  Two jobs with a run each and one model name.  A job repeats: roll out a step, lease it as a trainer does, train 10 to 30 s, acknowledge.  A
-step has 6 groups of 8 trajectories (median; log-normal, sigma 0.6), each with 3 turns (geometric mean) of 80 new tokens (median).  Each job has a
+step has 4 groups of 8 trajectories (median; log-normal, sigma 0.6), each with 3 turns (geometric mean) of 80 new tokens (median).  Each job has a
 dedicated engine (``benchmarks.training.engines.TimedEngine``: chunked prefill, KV memory and prefix cache, over HTTP); four more are
 harvested: production is busy a quarter of the time (2.5 s in 10), takes half of the memory back then and leaves a tenth of the device; and every
 :data:`DIES_S` on average one of them dies and is back, without weights, after :data:`AWAY_S`.  An engine that is told to have another run needs
@@ -35,7 +35,7 @@ from tests.scheduler.processes import Daemon
 
 JOBS = ("a", "b")
 NUM_HARVESTED = 4
-DURATION_S = 100.0
+DURATION_S = 240.0
 SWITCH_S = 0.75
 DIES_S, AWAY_S = 100.0, 5.0
 CONCURRENCY, GROUP_SIZE = 64, 8
@@ -180,7 +180,7 @@ class Job:
         )
         await asyncio.sleep(0.0 if self.name == JOBS[0] else 11.0)
         while True:
-            num_groups = max(2, round(draw(rng, (6.0, 0.6))))
+            num_groups = max(2, round(draw(rng, (4.0, 0.6))))
             slots = asyncio.Semaphore(CONCURRENCY)
             await asyncio.gather(*(self._play(slots, number) for number in range(GROUP_SIZE * num_groups)))
             lease = {
