@@ -35,7 +35,7 @@ from tests.scheduler.processes import Daemon
 
 JOBS = ("a", "b")
 NUM_HARVESTED = 4
-DURATION_S = 240.0
+DURATION_S = 200.0
 SWITCH_S = 0.75
 DIES_S, AWAY_S = 100.0, 5.0
 CONCURRENCY, GROUP_SIZE = 64, 8
@@ -172,6 +172,8 @@ class Job:
     def __init__(self, name: str, client: Client, seed: int) -> None:
         self.name, self._client, self._seed = name, client, seed
         self.tokens = self.steps = self.failed = 0
+        self.rollouts: list[float] = []
+        """Seconds of each step's, of steps whose rollouts have ended."""
 
     async def run(self) -> None:
         rng = random.Random(f"{self.name}/{self._seed}/steps")
@@ -181,8 +183,9 @@ class Job:
         await asyncio.sleep(0.0 if self.name == JOBS[0] else 11.0)
         while True:
             num_groups = max(2, round(draw(rng, (4.0, 0.6))))
-            slots = asyncio.Semaphore(CONCURRENCY)
+            slots, began_s = asyncio.Semaphore(CONCURRENCY), time.monotonic()
             await asyncio.gather(*(self._play(slots, number) for number in range(GROUP_SIZE * num_groups)))
+            self.rollouts.append(time.monotonic() - began_s)
             lease = {
                 "job": self.name,
                 "run": self.name,
@@ -247,6 +250,7 @@ async def _measure(arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = {
             "tokens": {job.name: job.tokens for job in jobs},
             "steps": {job.name: job.steps for job in jobs},
+            "rollouts": {job.name: list(job.rollouts) for job in jobs},
             "switches_per_hour": 3600.0 * sum(host.num_switches for host in hosts) / DURATION_S,
             "failed": sum(job.failed for job in jobs),
             "seconds": time.monotonic() - began_s,
