@@ -79,6 +79,24 @@ async def test_a_job_gets_workers_within_its_caps_and_its_turns_run(world: World
     assert [jobs_of(world)[name] for name in ran] == ["job"]
 
 
+async def test_a_device_that_comes_back_with_another_base_model_works_for_a_job_of_that_one(
+    world: World,
+) -> None:
+    """As after an operator has changed its node's ``engine.model``: the job that had it has no use for it any more."""
+    await world.start(provisioning={**QUICK, "default": {"n_dedicated": 1}})
+    engines = [await world.add("a"), await world.add("b")]
+    await hold(world, engines, "job")
+    (name,) = [name for name, job in jobs_of(world).items() if job == "job"]
+    await world.kill(name)
+    engine = await world.add(name, model="other")
+    await world.until(lambda: jobs_of(world)[name] != "job")
+
+    await world.chat(await world.trajectory(job="job-2"), [user("x")], model="other", max_tokens=4)
+    assert len(engine.requests) == 1
+    await world.chat(await world.trajectory(), [user("x")], max_tokens=4)
+    assert len(engine.requests) == 1
+
+
 async def hold(world: World, engines: list[FakeEngine], job: str, count: int = 1) -> None:
     """The job has turns until provisioning has looked at it; then they end."""
     may_go = asyncio.Event()
