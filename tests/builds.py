@@ -18,7 +18,7 @@ def copy_of_the_build(folder: Path, *, file: str = "", old: str = "", new: str =
     for package in ("rose", "vllm_plugin"):
         shutil.copytree(ROOT / package, folder / package, ignore=ignore)
     (folder / "tests").mkdir()
-    for name in ("__init__.py", "tiny_model.py"):
+    for name in ("__init__.py", "engine_launcher.py", "tiny_model.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "plugin", folder / "tests" / "plugin", ignore=ignore)
     if file:

@@ -7,7 +7,8 @@ A server costs 25-50 s on CPU, nearly all of it three interpreters importing vLL
         server.post("/inference/v1/generate", {...}).json()
 
 A role gets the command-line arguments of its kind (:data:`ROLE_ARGS`); ``args`` come after them and
-win.  ``fast=False`` starts the installed ``vllm`` command, as a user does.  The server's standard
+win.  ``fast=False`` starts the installed ``vllm`` command, as a user does.  :func:`fork_module` is ``python -m MODULE`` from the same image,
+for whatever else would import vLLM first.  The server's standard
 output and error are in ``server.log_path``; a failed start raises with its tail.
 
 Only for CPU and only for tests: the forked server has one OpenMP thread and no preloaded allocator,
@@ -24,6 +25,7 @@ import atexit
 import ctypes
 import json
 import os
+import runpy
 import secrets
 import shutil
 import signal
@@ -320,9 +322,18 @@ class _Nursery:
         )
         self._lock = threading.Lock()
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> _Forked:
-        answer = self.ask({"op": "start", "argv": list(argv), "env": dict(env), "log": str(log_path)})
-        return _Forked(self, int(answer["pid"]))
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Forked:
+        log = str(log_path)
+        command = {"op": "start", "argv": list(argv), "env": dict(env), "files": {"1": log, "2": log}}
+        answer = self.ask(command)
+        return Forked(self, int(answer["pid"]))
+
+    def start_module(
+        self, module: str, argv: Sequence[str], env: Mapping[str, str], files: Mapping[int, Path]
+    ) -> Forked:
+        command = {"op": "start", "module": module, "argv": list(argv), "env": dict(env)}
+        answer = self.ask(command | {"files": {str(number): str(path) for number, path in files.items()}})
+        return Forked(self, int(answer["pid"]))
 
     def ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._popen.stdin is not None
@@ -345,19 +356,77 @@ class _Nursery:
             self._popen.wait()
 
 
-class _Forked:
+class Forked:
+    """As :class:`subprocess.Popen`, of a process that the nursery forked."""
+
     def __init__(self, nursery: _Nursery, pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
-        self._ended = False
+        self.returncode: int | None = None
 
     def alive(self) -> bool:
-        if not self._ended:
+        if self.returncode is None:
             try:
-                self._ended = self._nursery.ask({"op": "poll", "pid": self.pid})["ended"]
+                self.returncode = self._nursery.ask({"op": "poll", "pid": self.pid})["returncode"]
             except EngineStartError:
-                self._ended = True
-        return not self._ended
+                self.returncode = -signal.SIGTERM  # it ends with the nursery
+        return self.returncode is None
+
+    def poll(self) -> int | None:
+        return None if self.alive() else self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.alive():
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        until_s = time.monotonic() + timeout
+        while self.alive():
+            if time.monotonic() >= until_s:
+                end_session(self)
+                raise TimeoutError(f"process {self.pid} did not end in {timeout:.0f} s; it was killed")
+            time.sleep(0.02)  # another process's child: there is no event to wait for
+        assert self.returncode is not None
+        return self.returncode
+
+
+def fork_module(
+    module: str, argv: Sequence[str], env: Mapping[str, str], files: Mapping[int, Path]
+) -> Forked:
+    """``python -m MODULE ARGV`` in the repository's folder, a session of its own, forked from an image that has vLLM imported.
+
+    Args:
+        env: All of its environment.
+        files: What its descriptors open, for reading and writing, made where they are not; nothing where they name none.
+    """
+    return _Nursery.shared().start_module(module, argv, env, files)
+
+
+def fork_piped(module: str, argv: Sequence[str], env: Mapping[str, str]) -> tuple[Forked, IO[str]]:
+    """:func:`fork_module` with its standard output as a pipe, which the caller closes; its errors go nowhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = Path(folder) / "stdout"
+        os.mkfifo(pipe)
+        process = fork_module(module, argv, env, {1: pipe})
+        return process, pipe.open()  # once the child has it open
+
+
+def run_module(
+    module: str,
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    files: Mapping[int, Path] | None = None,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """:func:`fork_module` to its end; what it wrote to both outputs is ``stdout``."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, output = Path(folder) / "stdin", Path(folder) / "stdout"
+        given.write_text(stdin)
+        files = {0: given, 1: output, 2: output, **(files or {})}
+        process = fork_module(module, argv, os.environ if env is None else env, files)
+        process.wait(timeout)
+        return subprocess.CompletedProcess([module, *argv], process.returncode or 0, output.read_text())
 
 
 # -- the nursery process ---------------------------------------------------------------------------
@@ -377,14 +446,13 @@ def _nursery_main() -> None:
         if command["op"] == "start":
             pid = os.fork()
             if pid == 0:
-                _become_server(command, answers)
+                _become(command, answers)
             pids.add(pid)
             answer: dict[str, Any] = {"pid": pid}
         else:
-            pid = command["pid"]
-            if pid in pids and os.waitpid(pid, os.WNOHANG)[0] == pid:
-                pids.discard(pid)
-            answer = {"ended": pid not in pids}
+            pid, status = os.waitpid(command["pid"], os.WNOHANG)
+            pids.discard(pid)
+            answer = {"returncode": os.waitstatus_to_exitcode(status) if pid else None}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     for pid in pids:
@@ -402,13 +470,17 @@ class _OwnChild:
 
 
 def _import_engine() -> None:
-    """Load what every server process loads, and make vLLM fork where it would spawn."""
+    """Load what every server process loads."""
     import vllm.entrypoints.cli.serve
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _fork_workers() -> None:
+    """Make vLLM fork where it would spawn, and its queues spin for a shorter time."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
 
@@ -424,8 +496,8 @@ def _import_engine() -> None:
     setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))  # noqa: B010
 
 
-def _become_server(command: dict[str, Any], answers: IO[str]) -> None:
-    """Turn this fork into ``vllm serve``; never returns."""
+def _become(command: dict[str, Any], answers: IO[str]) -> None:
+    """Turn this fork into ``vllm serve``, or into ``python -m MODULE``; never returns."""
     status = 1
     try:
         answers.close()
@@ -433,20 +505,28 @@ def _become_server(command: dict[str, Any], answers: IO[str]) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the nursery
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        files = command["files"]
+        for number in (0, 1, 2):
+            files.setdefault(str(number), os.devnull)
+        for number, path in files.items():
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(opened, int(number))
+            if opened != int(number):
+                os.close(opened)
         os.environ.clear()
         os.environ.update(command["env"])
-        sys.argv = ["vllm", *command["argv"]]
-        from vllm.entrypoints.cli.main import main
+        module = command.get("module")
+        sys.argv = [module or "vllm", *command["argv"]]
+        if module is not None:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            _fork_workers()
+            from vllm.entrypoints.cli.main import main
 
-        main()
+            main()
         status = 0
     except SystemExit as exit_:
-        status = exit_.code if isinstance(exit_.code, int) else 1
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:  # noqa: BLE001 - the last frame of a process: print and end
         import traceback
 
@@ -460,6 +540,7 @@ def _become_server(command: dict[str, Any], answers: IO[str]) -> None:
 def _serve_main(argv: Sequence[str]) -> None:
     """``vllm ARGV`` with one import for all of its processes: for those who must be its parents themselves."""
     _import_engine()
+    _fork_workers()
     sys.argv = ["vllm", *argv]
     from vllm.entrypoints.cli.main import main
 

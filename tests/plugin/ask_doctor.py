@@ -8,24 +8,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.engine_launcher import BASE_ENV, ROOT, SCRUBBED, EngineServer
+from tests.engine_launcher import BASE_ENV, ROOT, SCRUBBED, EngineServer, run_module
 
 Question = Mapping[str, Any]
+DOCTOR = "vllm_plugin.doctor"
 
 
-def ask(
-    questions: Sequence[Question], env: Mapping[str, str] | None = None, python: str = sys.executable
-) -> list[dict[str, Any]]:
-    """An answer for each ``{"role": ..., "args": [...]}``."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
-    clean |= BASE_ENV | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+def ask(questions: Sequence[Question], python: str = sys.executable) -> list[dict[str, Any]]:
+    """An answer for each ``{"role": ..., "args": [...]}``, of a new interpreter."""
     with tempfile.TemporaryFile("w+") as answers:
         done = subprocess.run(
-            [python, "-P", "-m", "vllm_plugin.doctor", str(answers.fileno())],
+            [python, "-P", "-m", DOCTOR, str(answers.fileno())],
             input=json.dumps(list(questions)),
-            env=clean,
+            env=_environment(),
             cwd=ROOT,
             pass_fds=(answers.fileno(),),
             capture_output=True,
@@ -41,6 +39,15 @@ def ask(
 
 
 def ask_about(server: EngineServer) -> dict[str, Any]:
-    """The answer about the command line and the environment that ``server`` was started with."""
-    (answer,) = ask([{"role": server.role, "args": server.argv[1:]}])
-    return answer
+    """The answer about the command line that ``server`` was started with, of a process forked as that was."""
+    question = {"role": server.role, "args": server.argv[1:]}
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers"
+        done = run_module(DOCTOR, "3", env=_environment(), stdin=json.dumps([question]), files={3: answers})
+        assert done.returncode == 0, done.stdout[-2000:]
+        return json.loads(answers.read_text())
+
+
+def _environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
+    return clean | BASE_ENV | {"PYTHONPATH": str(ROOT)}

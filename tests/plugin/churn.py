@@ -26,14 +26,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.units import PAGE_BYTES
+from tests.engine_launcher import Forked, fork_piped
 
 OS_PAGE = 4096
 TOTAL_PAGES = 16
 """``harness.kv_cache_config``."""
+MODULE = "tests.plugin.churn"
 OBEYED_EVERY = 8
 OBEYED_S = 0.5
 """Some are never: production keeps what it needs."""
@@ -61,30 +64,34 @@ def engine(role: str, model: str) -> None:
 
 @dataclass
 class Child:
-    """One engine process and where its KV memory is."""
+    """One engine process and where its KV memory is.
+
+    ``interpreter``: a new one, which a build in another folder needs; else the process is forked from an image that has vLLM imported.
+    """
 
     role: str
     model: Path
-    process: subprocess.Popen[str] = field(init=False)
+    interpreter: bool = False
+    process: subprocess.Popen[str] | Forked = field(init=False)
     pid: int = 0
     address: str = ""
+    output: IO[str] = field(init=False)
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.plugin.churn",
-            "--engine",
-            self.role,
-            "--model",
-            str(self.model),
-        ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        for line in self.process.stdout:  # vLLM logs there too
+        argv = ["--engine", self.role, "--model", str(self.model)]
+        if self.interpreter:
+            command = [sys.executable, "-m", MODULE, *argv]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            output = self.process.stdout
+            assert output is not None
+        else:
+            self.process, output = fork_piped(MODULE, argv, os.environ)
+        for line in output:  # vLLM logs there too
             if line.startswith("up "):
                 _, pid, self.address, pages = line.split()
-                self.pid = int(pid)
+                self.pid, self.output = int(pid), output
                 assert int(pages) == TOTAL_PAGES
                 return
         raise RuntimeError(f"the {self.role} engine ended with {self.process.wait()}")
@@ -103,6 +110,7 @@ class Child:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.output.close()
 
 
 @dataclass

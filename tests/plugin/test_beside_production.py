@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.engine_launcher import run_module
 from vllm_plugin import compat
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("role", "stock"), [("serving", True), ("rollout", False)])
@@ -32,8 +28,8 @@ def test_productions_message_queue_is_vllms_own_until_somebody_says_otherwise(
 
 @pytest.mark.parametrize("how", ["stock", "ours"])
 def test_a_reader_that_parks_at_once_needs_a_writer_that_drops_no_word(how: str) -> None:
-    argv = [sys.executable, "-m", "tests.plugin.queue_probe", how]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = run_module("tests.plugin.queue_probe", how)
+    assert done.returncode == 0, done.stdout
     num_missed = int(done.stdout.splitlines()[-1].removeprefix("without a word: "))
     assert (num_missed > 0) == (how == "stock")
 

@@ -100,7 +100,7 @@ class Productions:
     def _start(self, change: str | None) -> Production:
         folder = self._folders.mktemp("production")
         build = build_with(folder, change)
-        child = Child("serving", folder / "model")
+        child = Child("serving", folder / "model", interpreter=change is not None)
         with pytest.MonkeyPatch.context() as patch:
             tokens = write_host(folder, patch)
             patch.setenv("PYTHONPATH", str(build))
