@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,17 @@ import torch
 
 from rose.train import checkpoint as checkpoints
 from rose.train.trainer import TorchTrainer
+from tests.engine_launcher import fork_piped
 from tests.train.writer_main import PARAMS, samples
 
 
 @pytest.mark.parametrize(("word", "step"), [("begun", 1), ("staged", 3), ("durable", 3)])
 def test_what_was_durable_survives_a_kill(policy_model: Path, tmp_path: Path, word: str, step: int) -> None:
     durable = 0
-    command = [sys.executable, "-m", "tests.train.writer_main", str(policy_model), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    argv = [str(policy_model), str(tmp_path)]
+    process, output = fork_piped("tests.train.writer_main", argv, os.environ)
+    with output:
+        for line in output:
             said, number = line.split()
             if said == "durable":
                 durable = int(number)
@@ -31,7 +32,8 @@ def test_what_was_durable_survives_a_kill(policy_model: Path, tmp_path: Path, wo
                 while not target.exists() and not list(tmp_path.glob(".writing-*/*.safetensors")):
                     assert process.poll() is None
                 break
-        process.kill()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
 
     newest, passed_over = checkpoints.load_latest(tmp_path)
     assert passed_over == []

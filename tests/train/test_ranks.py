@@ -19,16 +19,18 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
 from rose.train.ranks import tells_of_a_lost_rank
-from tests.engine_launcher import free_port
+from tests.engine_launcher import Forked, fork_module, free_port
 from tests.train.rank_main import run_steps
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def run_ranks(model_path: Path, out: Path, world_size: int, *arguments: str) -> None:
-    """One process per rank, as any launcher of torch programs starts them."""
+    """One process per rank, with the variables of any launcher of torch programs."""
     port = str(free_port())
-    processes = []
+    out.mkdir(exist_ok=True)
+    argv = [str(model_path), str(out), *arguments]
+    processes: list[tuple[Forked, Path]] = []
     for rank in range(world_size):
         env = os.environ | {
             "RANK": str(rank),
@@ -37,11 +39,10 @@ def run_ranks(model_path: Path, out: Path, world_size: int, *arguments: str) -> 
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.train.rank_main", str(model_path), str(out), *arguments]
-        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        _, error = process.communicate(timeout=180)
-        assert process.returncode == 0, error[-3000:]
+        log = out / f"rank-{rank}.log"
+        processes.append((fork_module("tests.train.rank_main", argv, env, {1: log, 2: log}), log))
+    for process, log in processes:
+        assert process.wait(180) == 0, log.read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")
