@@ -110,6 +110,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         topk_method="greedy",
         v_head_dim=32,
     ),
+    # One layer, and one that drafts: a block of the two is as large as two of "mla".
+    "mtp": _shape(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        first_k_dense_replace=1,
+        head_dim=64,
+        kv_lora_rank=512,
+        moe_intermediate_size=32,
+        n_group=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_key_value_heads=4,
+        num_nextn_predict_layers=1,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        routed_scaling_factor=1.0,
+        scoring_func="sigmoid",
+        tie_word_embeddings=False,
+        topk_group=1,
+        topk_method="noaux_tc",
+        v_head_dim=32,
+    ),
     "qwen3_next": _shape(
         "Qwen3NextForCausalLM",
         "qwen3_next",
@@ -327,7 +353,10 @@ def image_url(seed: int) -> str:
 
 
 def write_weights(folder: Path, *, std: float = 0.1, seed: int = 0) -> None:
-    """Weights beside a shape's ``config.json``, large enough that what comes first in a prompt reaches its last token."""
+    """Weights beside a shape's ``config.json``, large enough that what comes first in a prompt reaches its last token.
+
+    Layers that draft (``num_nextn_predict_layers``) are decoder layers with a projection of what they read; transformers has no such model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -338,5 +367,29 @@ def write_weights(folder: Path, *, std: float = 0.1, seed: int = 0) -> None:
     for one in (config, *parts):
         one.initializer_range = std
     kind = AutoModelForImageTextToText if parts else AutoModelForCausalLM
+    first, drafting = (
+        config.get_text_config().num_hidden_layers,
+        getattr(config, "num_nextn_predict_layers", 0),
+    )
+    if drafting:
+        config.num_hidden_layers += drafting
     kind.from_config(config, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
+    if drafting:
+        _let_draft(folder / "model.safetensors", range(first, first + drafting), std)
     (folder / "config.json").write_bytes(ours)
+
+
+def _let_draft(path: Path, layers: range, std: float) -> None:
+    """Add what DeepSeek's checkpoints have of a layer that drafts: norms and a projection of its two inputs, the embedding and the head again."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path)
+    norm = weights["model.norm.weight"]
+    for number in layers:
+        name = f"model.layers.{number}"
+        weights |= {f"{name}.{one}.weight": norm.clone() for one in ("enorm", "hnorm", "shared_head.norm")}
+        weights[f"{name}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{name}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+        weights[f"{name}.eh_proj.weight"] = (torch.randn(len(norm), 2 * len(norm)) * std).to(norm.dtype)
+    save_file(weights, path, {"format": "pt"})

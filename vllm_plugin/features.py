@@ -29,6 +29,8 @@ _ASKED = ("is_", "has_", "use_", "uses_", "requires_")
 _ASKED_TOO = ("runner_type", "rswa_window", "attn_type")
 _TEXT_AND_IMAGES = {"text_config", "vision_config"}
 """What the configuration of such a model is made of."""
+_MTP = {"DeepSeekMTPModel"}
+"""Models that draft with layers of their own and were tried."""
 _LONGEST = 80
 
 
@@ -89,6 +91,13 @@ def findings(
         found.append(
             ("modalities", f"model_config.hf_config of {', '.join(sorted(parts)) or 'unknown parts'}")
         )
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method == "mtp":
+        drafter = drafts.draft_model_config
+        names = set(drafter.architectures) if drafter is not None else set[str]()
+        if not names or names - _MTP:
+            says = ", ".join(sorted(names)) or "an unknown model"
+            found.append(("drafts", f"speculative_config.method = 'mtp', of {says}"))
     return _ordered(found)
 
 

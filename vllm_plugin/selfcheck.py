@@ -81,6 +81,7 @@ def _stored_by(init: Any) -> set[str]:
 
 CORE: tuple[Owner, ...] = (
     Owner(where="vllm.engine.arg_utils:EngineArgs", calls={"create_engine_config": "self"}),
+    Owner(where="vllm.config.model:ModelConfig", names="architectures"),
     Owner(where="vllm.v1.executor.abstract:Executor", calls={"__init__": "self vllm_config"}),
     Owner(where="vllm.platforms", names="current_platform"),
     Owner(where="vllm.platforms.interface:Platform", names="is_cpu is_cuda"),

@@ -29,7 +29,7 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
     "lora": ("", "leave out --enable-lora"),
     "speculative": ("", "leave out --speculative-config"),
     "drafts": (
-        "take the method ngram, draft_model, eagle or eagle3, or leave out --speculative-config",
+        "take the method ngram, draft_model, eagle, eagle3, or mtp with a DeepSeek V3 model, or leave out --speculative-config",
         "leave out --speculative-config",
     ),
     "hybrid": (_FIXED_BUDGET, _FULL_ATTENTION),

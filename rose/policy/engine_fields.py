@@ -210,7 +210,7 @@ RESTRICTED: tuple[Field, ...] = (
     *_restricted("speculative", ("speculative_config", _UNSET)),
     *_restricted(
         "drafts",
-        ("speculative_config.method", ("ngram", "draft_model", "eagle", "eagle3")),
+        ("speculative_config.method", ("ngram", "draft_model", "eagle", "eagle3", "mtp")),
         ("speculative_config.quantization", _UNSET),
         ("speculative_config.attention_backend", _UNSET),
         ("speculative_config.kv_cache_dtype", _UNSET),

@@ -120,6 +120,14 @@ def speculative(config: Any, method: str) -> None:
     config.speculative_config = made
 
 
+def mtp(config: Any, *architectures: str) -> None:
+    """As vLLM makes the configuration of a drafter that is a part of the model."""
+    speculative(config, "mtp")
+    if architectures:
+        drafter = SimpleNamespace(architectures=list(architectures))
+        config.speculative_config.draft_model_config = drafter
+
+
 ROWS: list[tuple[str, Change, str]] = [
     ("decoder", lambda config: None, "elastic"),
     ("tensor_parallel", put("parallel_config.tensor_parallel_size", 2), "elastic"),
@@ -143,6 +151,9 @@ ROWS: list[tuple[str, Change, str]] = [
     ("speculative", lambda config: speculative(config, "ngram"), "elastic"),
     ("speculative", lambda config: speculative(config, "eagle"), "elastic"),
     ("speculative", lambda config: speculative(config, "eagle3"), "elastic"),
+    ("speculative", lambda config: mtp(config, "DeepSeekMTPModel"), "elastic"),
+    ("drafts", lambda config: mtp(config, "Qwen3NextMTP"), "refused"),
+    ("drafts", lambda config: mtp(config), "refused"),
     ("drafts", lambda config: speculative(config, "medusa"), "refused"),
     ("hybrid", says("is_hybrid", True), "compute-only"),
     ("hybrid", says("is_attention_free", True), "compute-only"),

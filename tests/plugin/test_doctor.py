@@ -35,6 +35,7 @@ ENOUGH = (f"--kv-cache-memory-bytes={128 << 20}",)
 """For four chunks of latents."""
 DRAFT_MODEL = '--speculative-config={"method":"draft_model","model":"MODEL","num_speculative_tokens":2}'
 """``MODEL``: the model itself is its draft."""
+MTP = '--speculative-config={"method":"mtp","num_speculative_tokens":2}'
 OFFLOAD = '--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
 SECRET = "hunter2-and-more"
 
@@ -69,6 +70,7 @@ CASES = [
     Case("lora", "qwen3", ("--enable-lora",), ("elastic", "lora"), cache="dense"),
     Case("n-gram", "qwen3", (NGRAM,), ("elastic", "speculative"), cache="dense"),
     Case("draft model", "qwen3", (DRAFT_MODEL,), ("elastic", "speculative"), cache="dense"),
+    Case("mtp", "mtp", (MTP, *ENOUGH), ("elastic", "speculative")),
     Case("medusa", "qwen3", (DRAFT_MODEL.replace("draft_model", "medusa"),), ("refused", "drafts")),
     Case("fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("elastic", "fp8_kv"), cache="fp8"),
     Case("int8 cache", "qwen3", ("--kv-cache-dtype=int8_per_token_head",), ("refused", "kv_quant")),

@@ -46,6 +46,7 @@ ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("qwen3", "fp8", {"kv_cache_dtype": "fp8"}),
     ("mla", "mla", {}),
+    ("mtp", "mla", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
     ("gemma3", "gemma3", {}),
     ("idefics3", "dense", {}),
 )

@@ -24,7 +24,7 @@ from tests.plugin.logits_for_tests import NEVER
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
 from tests.tiny_model import write_tiny_adapter, write_tiny_model
-from tests.tiny_shapes import write_shape
+from tests.tiny_shapes import write_shape, write_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.conformance, pytest.mark.timeout(240)]
 
@@ -39,13 +39,17 @@ OPTIONS = [
     "draft_model",
     "eagle",
     "eagle3",
+    "mtp",
     "fp8_kv",
     "mla",
 ]
 HEADS = ("eagle", "eagle3")
-DRAFTERS = ("draft_model", *HEADS)
-ROWS = {"moe": "decoder", "kv_events": "decoder"} | dict.fromkeys(DRAFTERS, "speculative")
-"""Of options that are not named as theirs."""
+LATENT = ("mla", "mtp")
+"""Models with latent attention."""
+DRAFTERS = ("draft_model", *HEADS, "mtp")
+ROWS = {"moe": ["decoder"], "kv_events": ["decoder"]} | {one: ["speculative"] for one in DRAFTERS}
+ROWS["mtp"] = ["speculative", "mla"]
+"""Of options that are not named as theirs, or touch more than one."""
 ADAPTERS = ("", "first", "second")
 """"": the model itself."""
 HIDDEN = 96
@@ -86,7 +90,7 @@ class Production:
     @property
     def chunk_pages(self) -> int:
         """What its memory comes and goes in: 18 KiB for a latent block of a layer are whole pages no sooner."""
-        return 9 if self.option == "mla" else 1
+        return 9 if self.option in LATENT else 1
 
     def loan(self, pages: int) -> int:
         """What is lent where so much is asked for."""
@@ -122,7 +126,12 @@ def production(
 
 
 def drafter(method: str, folder: Path) -> list[str]:
-    """A drafter of the model's own shape, so that its layers are more of the same in the KV cache."""
+    """A drafter of the model's own shape, so that its layers are more of the same in the KV cache; MTP: a layer of the model's own."""
+    if method == "mtp":
+        return [
+            '--speculative-config={"method":"mtp","num_speculative_tokens":3}',
+            f"--kv-cache-memory-bytes={144 << 20}",
+        ]
     if method in HEADS:
         written = write_shape(folder / method, "llama") / "config.json"
         # Which layers an EAGLE 3 head reads: vLLM's own choice wants more than there are.
@@ -137,8 +146,10 @@ def drafter(method: str, folder: Path) -> list[str]:
 
 def write_engine(folder: Path, option: str) -> list[str]:
     """Model and adapters of an engine with this option; its arguments."""
-    if option in ("mla", *HEADS):
-        write_shape(folder / "model", "mla" if option == "mla" else "llama")
+    if option in (*LATENT, *HEADS):
+        write_shape(folder / "model", option if option in LATENT else "llama")
+        if option == "mtp":
+            write_weights(folder / "model")
     else:
         write_tiny_model(folder / "model", hidden_size=HIDDEN, num_experts=4 if option == "moe" else 0)
     for seed, name in enumerate(ADAPTERS):
@@ -159,7 +170,7 @@ def write_engine(folder: Path, option: str) -> list[str]:
             *(f"{name}={folder / name}" for name in ADAPTERS if name),
         ],
         "speculative": [f"--speculative-config={json.dumps(NGRAM)}"],
-        **{name: drafter(name, folder) for name in DRAFTERS},
+        **({option: drafter(option, folder)} if option in DRAFTERS else {}),
         "fp8_kv": ["--kv-cache-dtype=fp8"],
         "mla": ["--load-format=dummy", f"--kv-cache-memory-bytes={144 << 20}"],
     }[option]
@@ -232,7 +243,7 @@ def test_the_doctor_had_said_so(production: Production, agent: Agent) -> None:
     if production.option not in DRAFTERS:  # whose layers only the start tells
         assert answer["total_pages"] == lease.total_pages
         assert answer["lendable_pages"] == agent.total - production.chunk_pages  # all but chunk 0
-    assert [one["row"] for one in answer["rows"]] == [ROWS.get(production.option, production.option)]
+    assert [one["row"] for one in answer["rows"]] == ROWS.get(production.option, [production.option])
 
 
 @pytest.mark.parametrize("production", ["lora"], indirect=True, scope="module")
@@ -266,8 +277,8 @@ def test_drafts_are_verified_and_come_out_while_memory_is_lent(production: Produ
         production.ask(production.prompt(first), 100)
 
     assert counted("draft_tokens") > drafted
-    # A head of seeded noise guesses nothing.
-    assert counted("accepted_tokens") > accepted or production.option in HEADS
+    # A head or a layer of seeded noise guesses nothing.
+    assert counted("accepted_tokens") > accepted or production.option in (*HEADS, "mtp")
 
 
 @pytest.mark.parametrize("production", ["logits_processors"], indirect=True, scope="module")
