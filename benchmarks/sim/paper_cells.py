@@ -65,8 +65,8 @@ setting; the busy one has the same but for its rate."""
 
 TENSOR_PARALLEL = {"8b": (1, 2, 4, 8), "32b": (2, 4, 8, 16)}
 """GPUs of a dedicated engine; their number is the job's rollout GPUs divided by it."""
-CAPS = (8, 16, 32, 64, 128)
-"""Turns or trajectories of a dedicated engine."""
+CAPS = (16, 32, 64, 128, 256, 512)
+"""Turns or trajectories of a dedicated engine; the search begins at 256, where a wide engine can hold a batch of 256 whole."""
 HARVESTED_CAPS = (8, 16, 32, 64)
 LONGEST_S = (0.0, 60.0, 300.0)
 """``scheduler.longest_first_s``; likewise the next ``scheduler.tail_fraction``."""
@@ -210,8 +210,8 @@ def coordinates(cell: Cell, arm: str, system: str) -> Iterator[tuple[str, tuple[
 
 
 def start_of(cell: Cell, arm: str, system: str) -> Setting:
-    """Where the search begins: the scenario's own tensor parallel."""
-    cap = 1 if ARMS[arm].unlimited else 32
+    """Where the search begins: the scenario's own tensor parallel, and room, so that widths are compared by their speed and not by their slots."""
+    cap = 1 if ARMS[arm].unlimited else 256
     return Setting(system=system, tensor_parallel=1 if cell.size == "8b" else 4, cap=cap)
 
 
