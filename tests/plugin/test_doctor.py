@@ -261,6 +261,22 @@ def test_another_release_line_says_what_moved(tiny: list[str], monkeypatch: pyte
     assert "CPUWorker.determine_available_memory is gone" in found
 
 
+def test_what_moved_within_the_line_is_said_by_its_name(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.delattr(BlockPool, "_maybe_evict_cached_block")
+    monkeypatch.setattr(Scheduler, "finish_requests", lambda self, ids: None)
+    answer = doctor.judge_engine("serving", tiny)
+    assert (answer.support, answer.rows[0].row) == ("refused", "unknown_version")
+    assert answer.rows[0].found.split("; ") == [
+        "Scheduler.finish_requests lacks request_ids, finished_status",
+        "BlockPool._maybe_evict_cached_block is gone",
+    ]
+
+
 def test_names_that_only_a_rollout_engine_needs_refuse_that(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -206,6 +207,18 @@ def test_vllms_private_names_are_in_two_files() -> None:
         if (name := used.rpartition(":")[2]) in private
     }
     assert found == set()
+
+
+def test_the_page_names_every_file_that_imports_vllm() -> None:
+    def imports(path: Path) -> bool:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = (_module(one) for one in nodes if isinstance(one, (ast.Import, ast.ImportFrom)))
+        return any(name.split(".")[0] == "vllm" for name in names)
+
+    page = (ROOT / "docs" / "extending.md").read_text()
+    steps = page.partition("## A vLLM version")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`vllm_plugin/(\w+\.py)[:`]", steps))
+    assert {path.name for path in SOURCES if imports(path)} == named
 
 
 @pytest.mark.parametrize(
