@@ -10,9 +10,10 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.ray_world import job_table
-from tests.train.world import World, file_publisher
+from tests.train.world import World
 
 SMALL = {"num_groups": 2, "group_size": 4}
 QUIET = {"tensorboard": False}

@@ -1,6 +1,7 @@
 """What the tests of whole runs share: a job on a :class:`~tests.train.world.World`, and somebody who kills its actors.
 
 ``python -m tests.train.ray_world TABLE.json TOKENS.toml`` is a driver of its own, for tests that kill the driver.
+Actors import this module, too: it imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rose.auth import Tokens
 from rose.testing.toy_recipe import TOY_RECIPE
@@ -21,7 +22,10 @@ from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loop import run_training
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
-from tests.train.world import RUN, World, file_publisher
+from tests.train.file_publisher import RUN, file_publisher
+
+if TYPE_CHECKING:
+    from tests.train.world import World
 
 FINE_TUNING = {"fine_tuning_steps": 2, "fine_tuning_learning_rate": 5e-6}
 

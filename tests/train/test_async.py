@@ -22,8 +22,9 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loop import RunResult, run_training
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from tests.train.file_publisher import file_publisher
 from tests.train.ray_world import Assassin, job_table
-from tests.train.world import file_publisher, running_world
+from tests.train.world import running_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.conformance, pytest.mark.timeout(400)]
 

@@ -17,10 +17,11 @@ from rose.train.client import SchedulerClient
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
+from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run
 from tests.train.ray_world import job_table
-from tests.train.world import World, file_publisher, running_world
+from tests.train.world import World, running_world
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -25,8 +25,9 @@ from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
 from tests.plugin.stand_in import eventually
+from tests.train.file_publisher import file_publisher
 from tests.train.ray_world import Assassin, job_table
-from tests.train.world import file_publisher, running_world
+from tests.train.world import running_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

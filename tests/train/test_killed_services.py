@@ -25,8 +25,9 @@ from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.scheduler.processes import Daemon
+from tests.train.file_publisher import RUN, file_publisher
 from tests.train.local_actors import LocalActors
-from tests.train.world import RUN, TorchEngine, file_publisher, keep_up
+from tests.train.world import TorchEngine, keep_up
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -23,9 +23,10 @@ from rose.train.loop import check_job, run_training
 from rose.train.metrics import MetricsFile, trajectory_metrics
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from tests.train.file_publisher import file_publisher
 from tests.train.ray_world import Assassin, actor_pid, job_table
 from tests.train.traces import trajectory, turn
-from tests.train.world import World, file_publisher, running_world
+from tests.train.world import World, running_world
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake_grpo.toml"
 

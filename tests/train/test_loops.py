@@ -27,10 +27,11 @@ from rose.train.loop import check_job, train_with
 from rose.train.train_config import LendSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
 from tests.coserve.conftest import Device, until
+from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, Script, assert_applied_once, consumed_of, run
 from tests.train.ray_world import job_table
-from tests.train.world import World, file_publisher, running_world
+from tests.train.world import World, running_world
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -20,11 +20,12 @@ from rose.train.loss import LossParams
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.train.workers import Parts, TrainWorker
+from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, consumed_of, run
 from tests.train.ray_world import job_table
 from tests.train.traces import random_batch
-from tests.train.world import World, file_publisher, running_world
+from tests.train.world import World, running_world
 
 TOLERANCE = 2e-5
 """Of the largest entry of a gradient: float32 sums in another order (as for two ranks, ``test_ranks.py``)."""

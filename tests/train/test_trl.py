@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
-from tests.train.world import RUN, running_world
+from tests.train.file_publisher import RUN
+from tests.train.world import running_world
 from tests.weights.reading import whole
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")

@@ -1,25 +1,22 @@
 """Everything around the train loop, in one thread: the real scheduler, and engines that run the policy in torch.
 
 :class:`TorchEngine` is the fake engine with a real model inside: it samples from the policy
-and reports its log-probs, so that a loop on top of it truly learns.  :class:`FilePublisher` stands for the
-weight path: a version is a file; an engine loads the version that the scheduler asks its worker for.
+and reports its log-probs, so that a loop on top of it truly learns.  The weight path is a folder
+(:mod:`tests.train.file_publisher`); an engine loads the version that the scheduler asks its worker for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rose.auth import Tokens
@@ -27,11 +24,7 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.testing.toy_tokenizer import HFTokenizer
-from rose.train.model import whole_of
-from rose.train.train_config import TrainConfig
-
-RUN = "loop"
-"""The job of these tests, and the run that its engines follow."""
+from tests.train.file_publisher import RUN
 
 
 class TorchEngine(FakeEngine):
@@ -76,41 +69,6 @@ class TorchEngine(FakeEngine):
             self.num_sampled += 1
             ids.append(token)
             yield token, float(log_probs[token])
-
-
-class FilePublisher:
-    """A version is one file of bf16 tensors, written beside its place and renamed."""
-
-    def __init__(self, module: torch.nn.Module, directory: Path, attempt: int) -> None:
-        self._module, self._directory, self._attempt = module, directory, attempt
-
-    def publish(self, version: int, *, step: int | None = None, lr: float | None = None) -> Any:
-        # On several ranks the others have their part in putting each tensor together, and no more.
-        tensors = {
-            name: whole_of(tensor.detach()).bfloat16() for name, tensor in self._module.named_parameters()
-        }
-        if dist.is_initialized() and dist.get_rank():
-            return None
-        target = self._directory / f"{self._attempt}.{version}.safetensors"
-        assert not target.exists(), "one version was published twice"
-        save_file(tensors, f"{target}.part")
-        os.rename(f"{target}.part", target)
-        size = target.stat().st_size
-        return Report(kind="anchor", bytes_dense=size, bytes_sent=size, density=1.0)
-
-
-@dataclass(frozen=True)
-class Report:
-    kind: str
-    bytes_dense: int
-    bytes_sent: int
-    density: float
-
-
-def file_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> FilePublisher:
-    """For :class:`rose.train.workers.Parts`; importable in an actor."""
-    assert config.weights.directory is not None
-    return FilePublisher(module, config.weights.directory, attempt)
 
 
 class World:
