@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import httpx  # noqa: E402
 
+from benchmarks.lib.engine_kinds import FEATURES, PLAIN  # noqa: E402
 from benchmarks.lib.report import Report, machine, write  # noqa: E402
 from rose.coserve.records import Phase, ServingLease  # noqa: E402
 from rose.policy.compat import Row, Support, judge, row, row_of_number, together  # noqa: E402
@@ -70,53 +71,6 @@ SHAPE_ROWS = {
     "idefics3": "multimodal",
     "multimodal": "modalities",
     "pooling": "pooling",
-}
-PLAIN = "plain"
-FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {  # MODEL: the shape's own folder
-    PLAIN: ("decoder", ()),
-    "kv_events": ("decoder", ('--kv-events-config={"enable_kv_cache_events":true,"publisher":"null"}',)),
-    "logits_processors": (
-        "logits_processors",
-        ("--logits-processors=tests.plugin.logits_for_tests:Never",),
-    ),
-    "prompt_embeds": ("prompt_embeds", ("--enable-prompt-embeds",)),
-    "api_servers": ("api_servers", ("--api-server-count=2",)),
-    "tensor_parallel": ("tensor_parallel", ("--tensor-parallel-size=2",)),
-    "offload": (
-        "kv_connector",
-        ('--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}',),
-    ),
-    "connector": (
-        "kv_connector",
-        ('--kv-transfer-config={"kv_connector":"ExampleConnector","kv_role":"kv_both"}',),
-    ),
-    "kv_sharing": ("kv_option", ("--kv-sharing-fast-prefill",)),
-    "fp8_weights": ("quantized_weights", ("--quantization=fp8",)),
-    "lora": ("lora", ("--enable-lora",)),
-    "speculative": (
-        "speculative",
-        ('--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',),
-    ),
-    "draft_model": (
-        "speculative",
-        ('--speculative-config={"method":"draft_model","model":"MODEL","num_speculative_tokens":2}',),
-    ),
-    "fp8_kv": ("fp8_kv", ("--kv-cache-dtype=fp8",)),
-    "priority": ("priority", ("--scheduling-policy=priority",)),
-    "expert_parallel": ("expert_parallel", ("--enable-expert-parallel",)),
-    "pipeline_parallel": (
-        "pipeline_parallel",
-        # With a warm-up: without one vLLM's CPU build has no buffers for a later stage.
-        (
-            "--pipeline-parallel-size=2",
-            "--no-enforce-eager",
-            '--compilation-config={"mode":1,"backend":"eager"}',
-        ),
-    ),
-    "other_scheduler": (
-        "other_scheduler",
-        ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
-    ),
 }
 ARGS = ("--load-format=dummy", "--max-model-len=512")
 SHORT = {"encoder_decoder": 128}

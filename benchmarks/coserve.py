@@ -10,13 +10,15 @@ four minutes; a long measurement is several runs, pooled::
     python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
     python benchmarks/coserve.py --workload burst --trace azure_llm_2023_code.csv --rate 0.08    # its busiest second, 26x the mean
     python benchmarks/coserve.py --workload tight --arms rose_serial,rose_serial_layers --segments 12 --rate 0.8    # docs/gpu.md
+    python benchmarks/coserve.py --engine lora --segments 6 --json out/lora.json    # production with adapters, drafts, windows, two engine cores
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
 time from step times; ``used_share``, which cannot exceed 1, is the rollout engine's CPU
-seconds over those that production left in the same blocks.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
+seconds over those that production left in the same blocks.  Of ``--engine dp2`` the steps of two engine cores overlap on the one core:
+there production's busy time is its CPU time.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +57,8 @@ from benchmarks.coserving.plan import (
     make_segments,
 )
 from benchmarks.coserving.rollouts import Registry, Trajectories
-from benchmarks.coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
+from benchmarks.coserving.world import PORTS, VOCAB, BenchPlan, World, delta, traffic_start_s
+from benchmarks.lib.engine_kinds import KINDS, PLAIN
 from benchmarks.lib.report import write
 from rose.auth import Tokens
 from rose.demo import parts
@@ -105,6 +109,7 @@ def _arguments() -> argparse.Namespace:
     add("--html", type=Path, help="also the Pareto page")
     add("--quick", action="store_true", help=f"only {', '.join(QUICK_ARMS)}, two segments")
     add("--arms", help=f"comma-separated, of {', '.join(ARMS)}")
+    add("--engine", choices=KINDS, default=PLAIN, help="what production has switched on")
     add("--segments", type=int, default=1, help="stretches of traffic; each is served once by every arm")
     add("--workload", choices=WORKLOADS, default="generated")
     add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace unless burst")
@@ -154,6 +159,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         ),
         rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
         out=args.json.parent / "coserve-logs",
+        start_timeout_s=240.0 * KINDS[args.engine].num_cores,
     )
     timing = Timing(traffic_s=BURST_TRAFFIC_S) if args.workload == "burst" else Timing()
     rows = load_trace(args.trace) if args.trace else None
@@ -166,15 +172,16 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     with SharedMemorySweep(), Workplace(keep=args.keep) as workplace:
         Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
         plan = BenchPlan(config=config, cores=config.cores(), root=workplace.path, logs=config.out / "logs")
+        plan.kind = KINDS[args.engine]
         plan.prepare(schedule.arrivals)
         plan.write_traffic(schedule)
         with stages.stage("Making two models (once)"):
             plan.make_models()
-        async with (
-            Registry(config.port("scheduler")) as registry,
-            Fleet(lambda _, t: stages.note(t)) as fleet,
-        ):
-            world = World(config, plan, registry)
+        async with AsyncExitStack() as stack:
+            ports = PORTS[0][: plan.kind.num_cores]
+            registries = [await stack.enter_async_context(Registry(config.port(one))) for one in ports]
+            fleet = await stack.enter_async_context(Fleet(lambda _, t: stages.note(t)))
+            world = World(config, plan, *registries)
             with stages.stage("Starting both engines on one core"):
                 await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
             os.sched_setaffinity(0, {config.cores()[1]})  # from here on core 0 is the engines' alone
@@ -184,9 +191,14 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
                 production = config.production.model_copy(update={"slo_ttft_s": ttft_s})
                 config = config.model_copy(update={"production": production})
                 stages.note(f"first tokens are promised within {1e3 * ttft_s:.0f} ms")
-            async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, args.seed) as rollouts:
-                blocks = await _run(args, world, fleet, schedule, stages)
-                counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
+            rollouts = [
+                await stack.enter_async_context(Trajectories(one, NUM_TRAJECTORIES, VOCAB, args.seed))
+                for one in registries
+            ]
+            blocks = await _run(args, world, fleet, schedule, stages)
+            counts = {
+                name: sum(getattr(one, name) for one in rollouts) for name in ("turns", "cut", "failed")
+            }
         measured = {block.number for block in blocks}
         samples = label(to_samples(read_records(plan.records_path)), schedule, measured)
     details = {
@@ -194,6 +206,9 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         if args.trace
         else args.workload,
         "busiest_second_ratio": _burst(args, segments, timing),
+        "engine": args.engine,
+        "engine_args": list(plan.kind_args),
+        "dtype": plan.dtype,
         "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
         "timing": asdict(timing),
         "rollouts": counts,
@@ -291,6 +306,12 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
     tight = all(d["workload"] == "tight" for d in documents)  # each has a limit of its own
     if (len(slos) != 1 and not tight) or len(set(runs)) != len(runs):
         raise ConfigError("runs of different objectives, or the same --run twice", field="--pool")
+    engines = {
+        (d.get("engine", PLAIN), d.get("dtype", "bfloat16")) for d in documents
+    }  # runs of before knew one
+    if len(engines) != 1:
+        raise ConfigError(f"runs of different engines: {sorted(engines)}", field="--pool")
+    ((engine, dtype),) = engines
     samples = [_unpack(row) for d in documents for row in d["samples"]]
     blocks = [BlockRecord(**block) for d in documents for block in d["blocks"]]
     arms = [a for a in ARMS if all(a in d["arms_measured"] for d in documents)]
@@ -299,6 +320,8 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
         **analyse(samples, blocks, settings.slo(), arms, _promised(documents)),
         **{key: documents[0][key] for key in ("settings", "timing")},
         "workload": sorted({d["workload"] for d in documents}),
+        "engine": engine,
+        "dtype": dtype,
         "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
         "arms_measured": arms,
         "runs": [d["machine"] for d in documents],
@@ -352,6 +375,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     burst = result["busiest_second_ratio"]
     notes = _tight_notes(result)
     return [
+        f"Production: {result['engine']}, {result['dtype']}.",
         f"Workload {result['workload']}, busiest second {plot.cell(burst, 1)}x the mean; {s['num_pairs']} pairs. "
         f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy, others take {plot.cell(s['others_share'], 0, 100)} % of the core, its mean step "
         f"{plot.cell(s['serving_step_ms'], 1)} ms; violations alone {plot.cell(s['violations_alone'], 1)}; rollouts "

@@ -1,7 +1,8 @@
 """The processes of the co-serving benchmark and what is read from them while it runs.
 
 Both engines on one core; node agent, traffic sender and this process on the other.  The engines are started once; arms
-are switched by ``POST /set`` to the node agent, as ``rose node set`` does it.
+are switched by ``POST /set`` to the node agent, as ``rose node set`` does it.  A production of several engine cores has a node agent and a
+rollout engine for each, all engines on the one core.
 """
 
 from __future__ import annotations
@@ -14,37 +15,62 @@ import re
 import statistics
 import time
 import urllib.request
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
-from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
+from benchmarks.coserving.plan import HALF, PAIRS_PER_SEGMENT, WHOLE, Arm, Schedule
 from benchmarks.coserving.rollouts import Registry
+from benchmarks.lib.engine_kinds import KINDS, PLAIN, Kind
 from rose.auth import Tokens
-from rose.coserve.node_dir import NodeDir
+from rose.coserve.node_dir import NodeDir, core_dir
+from rose.coserve.records import Phase
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet, Part
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
 from rose.demo.traffic import TrafficPlan, write_phase
+from rose.errors import RoseError
 from rose.node_client import ControlClient
+from rose.policy.compat import Support
 
 PRODUCTION_RECIPE = replace(PRODUCTION, name="bench-production", num_layers=16)
 """Twice the demo's layers: one decode step takes 20 ms or more, which is where policies begin to differ."""
 POLICY_RECIPE = replace(POLICY, name="bench-policy", hidden_size=256, num_layers=4, head_size=64)
 """2 KiB of KV memory per token: rollouts need a real part of the device."""
 VOCAB = parts.BYTE_TOKENS
+PORTS = ("scheduler", "relay"), ("harvested", "dedicated")
+"""Of the registry and the rollout engine beside each engine core; the demo's relay and its dedicated engine are not started here."""
 
 
 class BenchPlan(parts.Plan):
-    """The demo's parts with the benchmark's models, and nothing of its training side."""
+    """The demo's parts with the benchmark's models, and nothing of its training side.
+
+    Attributes:
+        kind: What production has switched on.
+        kind_args: Its arguments, once the models are made.
+    """
+
+    kind: Kind = KINDS[PLAIN]
+    kind_args: tuple[str, ...] = ()
 
     def make_models(self) -> None:
-        self.production_model = ensure_model(PRODUCTION_RECIPE, seed=self.config.seed)
+        plain = ensure_model(PRODUCTION_RECIPE, seed=self.config.seed)
+        self.production_model, self.kind_args = self.kind.prepare(plain, self.root / "models")
         self.policy_model = ensure_model(POLICY_RECIPE, seed=self.config.seed)
+
+    def production(self) -> Part:
+        part = super().production()
+        return replace(part, spec=replace(part.spec, argv=(*part.spec.argv, *self.kind_args)))
+
+    def node_dirs(self) -> list[Path]:
+        """Of each of production's engine cores."""
+        cores = self.kind.num_cores
+        return [self.node_dir] if cores == 1 else [core_dir(self.node_dir, core) for core in range(cores)]
 
     def write_traffic(self, schedule: Schedule) -> None:
         """The sender's plan: the whole schedule is one period."""
@@ -54,6 +80,10 @@ class BenchPlan(parts.Plan):
             period_s=schedule.length_s + 5.0,
             arrivals=[(a.at_s, a.prompt_tokens, a.output_tokens) for a in schedule.arrivals],
             prefixes=[(p.system, p.system_tokens, p.session, p.history_tokens) for p in schedule.prefixes],
+            # By the pair, so that a request asks for the same in every arm.
+            models=[
+                self.kind.model_of(key % PAIRS_PER_SEGMENT, parts.PRODUCTION_MODEL) for key in schedule.keys
+            ],
             seed=self.config.seed,
             token_id_low=0,
             token_id_high=VOCAB,
@@ -63,9 +93,10 @@ class BenchPlan(parts.Plan):
         write_phase(self.phase_path, "bench")
         (self.root / "traffic.json").write_text(plan.model_dump_json())
 
-    def node(self) -> Part:
-        """The node agent beside production: no relay, and a scheduler that only registers."""
-        engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle", "warm": True}
+    def node(self, core: int = 0) -> Part:
+        """The node agent beside one of production's engine cores: no relay, and a scheduler that only registers."""
+        registry, name = PORTS[0][core], PORTS[1][core]
+        engine = {**self._engine(name, core=self.cores[0]), "sched": "idle", "warm": True}
         production = self.config.production
         table = {
             "mode": "off",
@@ -76,9 +107,10 @@ class BenchPlan(parts.Plan):
             "engine": engine,
             # As in the demo: an idle-class step may take long; a kill would end the run's comparison.
             "lending": {"reclaim_deadline_s": 3.0},
+            "scheduler": {"url": self.config.url(registry)},
         }
-        part = self._node("harvested", self.node_dir, table)
-        path = self.root / "harvested.toml"
+        part = self._node(name, self.node_dirs()[core], table)
+        path = self.root / f"{name}.toml"
         # No relay in this benchmark: the engine keeps the weights it started with.
         path.write_text(re.sub(r"\n\[weights\][^\[]*", "\n", path.read_text()))
         return part
@@ -95,6 +127,7 @@ class Reading:
     steps: int
     serving_steps: int
     serving_busy_s: float
+    """In steps.  Of several engine cores, whose steps overlap on the one core that they have: what production has used of it."""
     prefix_queries: int
     prefix_hits: int
     rollout_pages: int
@@ -110,17 +143,38 @@ class Reading:
     stops_late_s: float
     stopped_s: float
     stops_given_up: int
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts of speculative decoding, and those that were right."""
+
+
+@dataclass(kw_only=True)
+class Place:
+    """One of production's engine cores: its shared files, and its agent."""
+
+    directory: Path
+    client: ControlClient
+    lease: Any = field(init=False)
+    board: Any = field(init=False)
+    serving: Any = field(init=False)
+    layers: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        node = NodeDir(self.directory)
+        self.lease, self.board = node.rollout_lease(), node.serving_board()
+        self.serving, self.layers = node.serving_lease(), node.layers()
+
+    def total_pages(self) -> int:
+        lease = self.serving.read()
+        return lease.total_pages if lease is not None else 0
 
 
 class World:
-    """Reads and steers the running parts."""
+    """Reads and steers the running parts.  ``registries``: one for each of production's engine cores."""
 
-    def __init__(self, config: DemoConfig, plan: BenchPlan, registry: Registry) -> None:
-        self.config, self.plan, self.registry = config, plan, registry
-        node = NodeDir(plan.node_dir)
-        self._lease, self._board = node.rollout_lease(), node.serving_board()
-        self._serving, self._layers = node.serving_lease(), node.layers()
-        self._client: ControlClient | None = None
+    def __init__(self, config: DemoConfig, plan: BenchPlan, *registries: Registry) -> None:
+        self.config, self.plan, self.registries = config, plan, registries
+        self.places: list[Place] = []
         self._production: psutil.Process | None = None
 
     async def start(self, fleet: Fleet, progress: Any) -> None:
@@ -130,38 +184,42 @@ class World:
         self._production = next(
             each for each in here.children(recursive=True) if port in _argv(each) and "serve" in _argv(each)
         )
-        await fleet.start(self.plan.node(), progress)
-        self._client = ControlClient(self.plan.node_dir, Tokens.load(self.plan.root / parts.TOKEN_FILE))
-        while self.registry.worker is None:  # noqa: ASYNC110 - another process registers
+        for core in range(self.plan.kind.num_cores):
+            await fleet.start(self.plan.node(core), progress)
+        await self.connect()
+
+    async def connect(self) -> None:
+        """Once the agents run.
+
+        Raises:
+            RoseError: Production does not take part with its memory, so nothing could be measured.
+        """
+        tokens = Tokens.load(self.plan.root / parts.TOKEN_FILE)
+        self.places = [
+            Place(directory=one, client=ControlClient(one, tokens)) for one in self.plan.node_dirs()
+        ]
+        while any(one.worker is None for one in self.registries):  # noqa: ASYNC110 - another process registers
             await asyncio.sleep(0.1)
+        for place in self.places:
+            lease = place.serving.read()
+            if lease is None or lease.phase != Phase.READY or lease.support != Support.ELASTIC:
+                raise RoseError(f"production is not elastic in {place.directory}: {lease}")
 
     def total_pages(self) -> int:
-        lease = self._serving.read()
-        return lease.total_pages if lease is not None else 0
-
-    def _pages(self, loan: Any) -> int:
-        total = self.total_pages()
-        match loan:
-            case _ if loan == HALF:
-                return total // 2
-            case _ if loan == WHOLE:
-                return total
-            case _:
-                return int(loan)
+        return sum(place.total_pages() for place in self.places)
 
     async def enter(self, arm: Arm) -> None:
         """Put ``arm`` in force."""
-        settings = dict(arm.settings)
-        if "max_lend_pages" in settings:
-            settings["max_lend_pages"] = self._pages(settings["max_lend_pages"])
-        assert self._client is not None
-        await asyncio.to_thread(lambda: self._client.set(**settings))  # type: ignore[union-attr]
+        for place in self.places:
+            settings = dict(arm.settings)
+            if "max_lend_pages" in settings:
+                settings["max_lend_pages"] = _pages(settings["max_lend_pages"], place.total_pages())
+            await asyncio.to_thread(place.client.set, **settings)
 
     async def first_token_s(self, prompt_tokens: int, count: int = 9) -> float:
         """How long production, alone, takes to the first token of such a prompt: the median of some, one after the other."""
-        assert self._client is not None
-        client, url = self._client, self.config.url("production")
-        await asyncio.to_thread(lambda: client.set(mode="off"))
+        url = self.config.url("production")
+        await self._set(mode="off")
         rng = random.Random(self.config.seed)
         found: list[float] = []
         async with aiohttp.ClientSession() as session:
@@ -181,40 +239,53 @@ class World:
 
     async def promise(self, ttft_s: float) -> None:
         """Production's users are promised first tokens within so long."""
-        assert self._client is not None
-        client = self._client
-        await asyncio.to_thread(lambda: client.set(slo_ttft_ms=ttft_s * 1e3))
+        await self._set(slo_ttft_ms=ttft_s * 1e3)
+
+    async def _set(self, **settings: Any) -> None:
+        for place in self.places:
+            await asyncio.to_thread(place.client.set, **settings)
 
     async def read(self) -> Reading:
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> Reading:
-        lease, board, layers = self._lease.read(), self._board.read(), self._layers.read()
         metrics = _metrics(self.config.url("production"))
-        assert self._client is not None
-        engine = self._client.status()["engine"]
-        kills = int(engine["kills"])
+        serving_cpu_s = cpu_s(self._production) if self._production is not None else 0.0
+        engines = [place.client.status()["engine"] for place in self.places]
+        leases = [lease for place in self.places if (lease := place.lease.read()) is not None]
+        boards = [board for place in self.places if (board := place.board.read()) is not None]
+        layers = [layer for place in self.places if (layer := place.layers.read()) is not None]
         return Reading(
             at_s=time.monotonic(),
-            decoded=lease.decoded if lease else 0,
-            computed=lease.tokens if lease else 0,
-            cut_requests=lease.cut_requests if lease else 0,
-            steps=lease.steps if lease else 0,
-            serving_steps=board.step if board else 0,
-            serving_busy_s=board.busy_ns / 1e9 if board else 0.0,
+            decoded=_sum(leases, "decoded"),
+            computed=_sum(leases, "tokens"),
+            cut_requests=_sum(leases, "cut_requests"),
+            steps=_sum(leases, "steps"),
+            serving_steps=_sum(boards, "step"),
+            serving_busy_s=_sum(boards, "busy_ns") / 1e9 if len(self.places) == 1 else serving_cpu_s,
             prefix_queries=metrics.get("vllm:prefix_cache_queries_total", 0),
             prefix_hits=metrics.get("vllm:prefix_cache_hits_total", 0),
-            rollout_pages=lease.reserved_pages if lease else 0,
+            rollout_pages=_sum(leases, "reserved_pages"),
             idle_s=psutil.cpu_times(percpu=True)[self.plan.cores[0]].idle,
-            serving_cpu_s=cpu_s(self._production) if self._production is not None else 0.0,
-            rollout_cpu_s=cpu_s(psutil.Process(engine["pid"])) if engine["pid"] else 0.0,
-            kills=kills,
-            stops=layers.stops if layers else 0,
-            quick_stops=layers.quick_stops if layers else 0,
-            stops_late_s=layers.late_ns / 1e9 if layers else 0.0,
-            stopped_s=layers.waited_ns / 1e9 if layers else 0.0,
-            stops_given_up=layers.given_up if layers else 0,
+            serving_cpu_s=serving_cpu_s,
+            rollout_cpu_s=sum(cpu_s(psutil.Process(one["pid"])) for one in engines if one["pid"]),
+            kills=sum(int(one["kills"]) for one in engines),
+            stops=_sum(layers, "stops"),
+            quick_stops=_sum(layers, "quick_stops"),
+            stops_late_s=_sum(layers, "late_ns") / 1e9,
+            stopped_s=_sum(layers, "waited_ns") / 1e9,
+            stops_given_up=_sum(layers, "given_up"),
+            drafted=metrics.get("vllm:spec_decode_num_draft_tokens_total", 0),
+            accepted=metrics.get("vllm:spec_decode_num_accepted_tokens_total", 0),
         )
+
+
+def _sum(records: Sequence[Any], name: str) -> int:
+    return sum(getattr(one, name) for one in records)
+
+
+def _pages(loan: Any, total: int) -> int:
+    return total if loan == WHOLE else total // 2 if loan == HALF else int(loan)
 
 
 def _argv(process: psutil.Process) -> list[str]:
@@ -242,7 +313,7 @@ def _metrics(url: str) -> dict[str, int]:
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0]
-        if name.startswith("vllm:prefix_cache"):
+        if name.startswith(("vllm:prefix_cache", "vllm:spec_decode_num_")):
             found[name] = found.get(name, 0) + int(float(value))
     return found
 

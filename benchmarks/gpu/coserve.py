@@ -165,9 +165,7 @@ class GpuWorld(coserve.World):
         await fleet.start(self.plan.production(), progress)
         self.free_beside_production = self._free_bytes()
         await fleet.start(self.plan.node(), progress)
-        self._client = ControlClient(self.plan.node_dir, Tokens.load(self.plan.root / parts.TOKEN_FILE))
-        while self.registry.worker is None:  # noqa: ASYNC110 - another process registers
-            await asyncio.sleep(0.1)
+        await self.connect()
 
 
 def _device() -> str:

@@ -108,6 +108,8 @@ class Plan:
         self.steps_path = self.train_dir / "metrics.jsonl"
         self._models_path = self.root / "models.json"
         self.production_model = self.policy_model = Path()
+        self.dtype = serving_dtype(Path("/proc/cpuinfo").read_text())
+        """Production's, here and in the benchmarks that measure what it is made of."""
 
     def prepare(self, arrivals: Sequence[Arrival]) -> None:
         """Make directories and the sender's plan; logs of an earlier run give way."""
@@ -200,8 +202,7 @@ class Plan:
 
     def production(self) -> Part:
         """A plain ``vllm serve``; the plugin is switched on by two variables, as in an existing fleet."""
-        config = self.config.production
-        dtype = serving_dtype(Path("/proc/cpuinfo").read_text())
+        config, dtype = self.config.production, self.dtype
         argv = (
             str(_program("vllm")),
             "serve",

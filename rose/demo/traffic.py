@@ -69,6 +69,8 @@ class TrafficPlan(Section):
     prefixes: list[tuple[int, int, int, int]] = Field(default_factory=list[tuple[int, int, int, int]])
     """``(stream, tokens, stream, tokens)`` of each arrival, or empty: its prompt begins with tokens of the first
     stream, then of the second.  Arrivals that name the same streams share those tokens: turns of one session."""
+    models: list[str] = Field(default_factory=list[str])
+    """What each arrival asks for, or empty: ``model``.  An engine with adapters answers to their names too."""
     seed: int
     token_id_low: int
     token_id_high: int
@@ -207,7 +209,7 @@ class Sender:
     async def _send(self, http: aiohttp.ClientSession, record: RequestRecord) -> None:
         plan = self._plan
         body = {
-            "model": plan.model,
+            "model": plan.models[record.index] if plan.models else plan.model,
             "prompt": prompt_tokens(plan, record.cycle, record.index, record.prompt_tokens),
             "max_tokens": record.output_tokens,
             "ignore_eos": True,  # equal lengths in every arm
@@ -312,6 +314,8 @@ def load_plan(path: Path) -> TrafficPlan:
         raise ConfigError("lengths must be 1 or more", field="arrivals")
     if plan.prefixes and len(plan.prefixes) != len(times):
         raise ConfigError(f"must be one per arrival or none, got {len(plan.prefixes)}", field="prefixes")
+    if plan.models and len(plan.models) != len(times):
+        raise ConfigError(f"must be one per arrival or none, got {len(plan.models)}", field="models")
     if any(not 0 <= tokens <= MAX_PREFIX_TOKENS for _, a, _, b in plan.prefixes for tokens in (a, b)):
         raise ConfigError(f"lengths must be 0 to {MAX_PREFIX_TOKENS}", field="prefixes")
     if not 0 <= plan.token_id_low < plan.token_id_high:

@@ -117,6 +117,12 @@ async def test_a_record_says_what_was_sent_and_received(production: Production, 
     assert body["ignore_eos"] is True
 
 
+async def test_each_request_asks_for_its_own_model(production: Production, plan: Plan) -> None:
+    await run_cycles(plan(models=["m", "adapter"]), 2)
+
+    assert [body["model"] for body in production.bodies[:2]] == ["m", "adapter"]
+
+
 async def test_first_token_counts_from_the_schedule_not_from_the_sending(
     production: Production, plan: Plan
 ) -> None:
@@ -260,6 +266,7 @@ async def test_a_dead_endpoint_is_a_record_too(plan: Plan, unused_tcp_port: int)
         ({"arrivals": [[0.1, 1, 1], [0.0, 1, 1]]}, "arrivals"),
         ({"arrivals": [[0.0, 0, 1]]}, "arrivals"),
         ({"token_id_high": 10}, "token_id_high"),
+        ({"models": ["m"]}, "models"),
         ({"burstiness": 3}, "burstiness"),
     ],
 )

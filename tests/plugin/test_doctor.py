@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lib.engine_kinds import KINDS
 from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError
 from rose.policy.advice import advice
@@ -119,6 +120,10 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
     for name, (shape, args) in MORE.items():
         base = [one for one in BASE if name != "no size" or "memory-bytes" not in one]
         questions[name] = {"role": "serving", "args": [str(models / shape), *base, *args]}
+    write_tiny_model(models / "plain")
+    for name, kind in KINDS.items():
+        model, args = kind.prepare(models / "plain", models / f"kind-{name}")
+        questions[f"kind {name}"] = {"role": "serving", "args": [str(model), *BASE, *args]}
     return dict(zip(questions, ask(list(questions.values())), strict=True))
 
 
@@ -203,6 +208,17 @@ def test_all_rows_are_named_the_deciding_one_first(answers: dict[str, dict[str, 
 def test_what_only_the_cache_tells_is_marked_as_predicted(answers: dict[str, dict[str, Any]]) -> None:
     assert [one["predicted"] for one in answers["two reasons"]["rows"]] == [False, False, True, True]
     assert not answers["latent"]["rows"][0]["predicted"]  # vLLM's ModelConfig says it
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_benchmark_measures_by_its_name_is_that_and_elastic(
+    answers: dict[str, dict[str, Any]], name: str
+) -> None:
+    own = {"ngram": "speculative", "lora": "lora", "sliding": "kv_groups", "dp2": "data_parallel"}
+    assert {*own, "plain"} == set(KINDS)
+    answer = answers[f"kind {name}"]
+    assert (answer["problem"], answer["support"]) == ("", "elastic")
+    assert answer["rows"][0]["row"] == own.get(name, "decoder")
 
 
 def test_no_secret_is_shown(answers: dict[str, dict[str, Any]]) -> None:

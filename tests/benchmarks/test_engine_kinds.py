@@ -1,0 +1,84 @@
+"""Kinds of production engines that benchmarks start by name: what is asked of them, and what is written for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.coserving.plan import Prefix, Timing, make_schedule
+from benchmarks.coserving.world import BenchPlan
+from benchmarks.lib.engine_kinds import FEATURES, KINDS, arguments
+from rose.demo.demo_config import DemoConfig
+from rose.demo.traffic import load_plan
+from rose.evaluation.arrivals import Arrival
+
+
+def test_options_become_arguments_of_the_command() -> None:
+    options = {"enable_lora": True, "max_loras": 2, "speculative_config": {"method": "ngram"}}
+    assert arguments(options) == (
+        "--enable-lora",
+        "--max-loras=2",
+        '--speculative-config={"method":"ngram"}',
+    )
+
+
+def test_the_conformance_matrix_has_the_same_drafts_and_adapters() -> None:
+    assert FEATURES["speculative"][1] == arguments(KINDS["ngram"].options)
+    assert set(FEATURES["lora"][1]) <= set(arguments(KINDS["lora"].options))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> BenchPlan:
+    plan = BenchPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path / "run", logs=tmp_path / "logs")
+    plan.root.mkdir()
+    plan.prepare([])
+    return plan
+
+
+def test_a_request_asks_for_the_same_adapter_in_every_arm(plan: BenchPlan) -> None:
+    plan.kind = KINDS["lora"]
+    segment = [(Arrival(at_s=0.1 * n, prompt_tokens=4, output_tokens=2), Prefix()) for n in range(4)]
+    schedule = make_schedule([segment], ["alone_1", "alone_2", "rose"], Timing(), run=3)
+    plan.write_traffic(schedule)
+
+    models = load_plan(plan.root / "traffic.json").models
+    assert models == ["production", "adapter0", "adapter1", "production"] * 3
+
+
+def test_several_engine_cores_have_a_node_each_and_one_has_the_servers_own(plan: BenchPlan) -> None:
+    assert plan.node_dirs() == [plan.node_dir]
+    plan.kind = KINDS["dp2"]
+    assert [one.name for one in plan.node_dirs()] == ["dp0", "dp1"]
+    first, second = plan.node(0), plan.node(1)
+    assert first.ready != second.ready
+    tables = [(plan.root / f"{one.spec.name}.toml").read_text() for one in (first, second)]
+    assert [str(one) in table for one, table in zip(plan.node_dirs(), tables, strict=True)] == [True, True]
+    assert plan.config.url("scheduler") in tables[0]
+    assert plan.config.url("scheduler") not in tables[1]
+
+
+def test_a_model_with_windows_has_the_plain_ones_size_and_tokenizer(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    told = sizes | {"num_hidden_layers": 16, "vocab_size": 320, "eos_token_id": 5}
+    (plain / "config.json").write_text(json.dumps(told))
+    (plain / "tokenizer.json").write_text("{}")
+
+    model, args = KINDS["sliding"].prepare(plain, tmp_path / "made")
+
+    made = json.loads((model / "config.json").read_text())
+    assert {name: made[name] for name in sizes} == sizes
+    assert (made["vocab_size"], made["eos_token_id"]) == (320, 5)
+    assert made["layer_types"].count("full_attention") == 2
+    assert len(made["layer_types"]) == made["num_hidden_layers"] == 12
+    assert (model / "tokenizer.json").read_text() == "{}"
+    assert args == ("--load-format=dummy",)
