@@ -18,6 +18,9 @@ one that may run, so that production tells it of every step.
   Waking a futex does not block; waiting on one, reading a pipe, or sleeping does.  pread and pwrite of the small files of the
   node directory, which is on tmpfs, copy a page that is in memory: they count as calls, and ``waits`` proves them.
 
+``--engine KIND``: of a scheduler, and of servers, that have more switched on (``benchmarks/lib/engine_kinds.py``): drafts that every step
+verifies, adapters, groups of sliding windows, or several engine cores, of which each has a scheduler as a plain one's (the first is stepped).
+
 **End to end** (``end``): see :mod:`benchmarks.coserving.overhead_end`; ``--no-end`` leaves it out.
 """
 
@@ -41,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from benchmarks.lib.engine_kinds import KINDS, PLAIN, Kind
 from benchmarks.lib.report import write
 from rose.evaluation.statistics import median_ratio, percentile
 
@@ -61,6 +65,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("out/overhead.json"))
     parser.add_argument("--steps", type=int, default=3000, help="steps per arm")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--engine", choices=KINDS, default=PLAIN, help="what production has switched on")
     parser.add_argument("--no-end", action="store_true", help="leave out the servers (end to end)")
     parser.add_argument("--rounds", type=int, default=24, help="of the servers, each serving once per round")
     parser.add_argument("--traced", type=int, help=argparse.SUPPRESS)
@@ -68,18 +73,18 @@ def main() -> int:
     # tmpfs, as in production: on a disk a write may wait for the disk.
     with tempfile.TemporaryDirectory(prefix="rose-overhead-", dir="/dev/shm") as folder:
         if args.traced:
-            _traced(Path(folder), args.requests, args.traced)
+            _traced(Path(folder), args.engine, args.requests, args.traced)
             return 0
-        summary, details = _measure(Path(folder), args.requests, args.steps)
+        summary, details = _measure(Path(folder), args.engine, args.requests, args.steps)
     _keep(args.json, summary, details, summary)
-    calls = _system_calls(args.requests)
+    calls = _system_calls(args.engine, args.requests)
     counted = calls.pop("summary")
     details |= calls
     _keep(args.json, summary, details, counted)
     if not args.no_end:
         from benchmarks.coserving.overhead_end import end_to_end
 
-        end, details["end"] = end_to_end(args.requests, args.rounds)
+        end, details["end"] = end_to_end(args.requests, args.rounds, KINDS[args.engine])
         _keep(args.json, summary, details, end)
     print(f"limit: hook_p99_us, cold_p99_us <= {LIMIT_US:.0f}, blocking_calls 0, waits 0, faults_per_step 0")
     print(args.json)
@@ -97,11 +102,11 @@ def _keep(path: Path, summary: dict[str, Any], details: dict[str, Any], new: dic
 class Bench:
     """One scheduler, full of decoding requests, and its steps."""
 
-    def __init__(self, cls: Any, config: Any, num_requests: int) -> None:
+    def __init__(self, cls: Any, config: Any, cache: Any, num_requests: int, kind: Kind) -> None:
         from tests.plugin import harness
 
-        self._harness, self._count = harness, num_requests
-        self.scheduler = harness.build(cls, config)
+        self._harness, self._count, self._kind = harness, num_requests, kind
+        self.scheduler = harness.build(cls, config, cache)
         self._number = 0
         self.fill()
 
@@ -110,8 +115,9 @@ class Bench:
             self._number += 1
             # Of many lengths, so that at every step a few end and others begin; all within one block.
             length = 20 + 37 * self._number % 87
+            adapter = self._number % (self._kind.num_adapters + 1)
             self.scheduler.add_request(
-                self._harness.request(f"r{self._number}", num_tokens=20, max_tokens=length)
+                self._harness.request(f"r{self._number}", num_tokens=20, max_tokens=length, adapter=adapter)
             )
 
     def become(self, cls: Any, rose: Any) -> None:
@@ -122,9 +128,18 @@ class Bench:
     def step(self) -> int:
         """CPU nanoseconds of one step of the engine thread, the made-up model excluded from no arm."""
         self.fill()
+        if self._kind.num_drafts:
+            self._draft()
         begun = time.thread_time_ns()
         self._harness.step(self.scheduler)
         return time.thread_time_ns() - begun
+
+    def _draft(self) -> None:
+        """As the worker has done it behind the last step; none of the drafts will be right."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        ids = [one.request_id for one in self.scheduler.running]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[8] * self._kind.num_drafts for _ in ids]))
 
 
 def stock_class() -> Any:
@@ -137,54 +152,69 @@ def stock_class() -> Any:
     return type("StockScheduler", (Nothing, Scheduler), {})
 
 
-def _config(folder: Path, num_requests: int) -> Any:
+def _config(folder: Path, engine: str, num_requests: int) -> tuple[Any, Any]:
+    """Configuration and KV cache of such an engine, of one of its cores where there are several."""
     from tests.plugin import harness
     from tests.tiny_model import write_tiny_model
+    from vllm_plugin.doctor import predicted_cache
 
-    model = folder / "model"
-    model.mkdir()
-    write_tiny_model(model)
-    harness.NUM_BLOCKS = 4 * num_requests
-    config = harness.engine_config(model)
+    kind = KINDS[engine]
+    write_tiny_model(folder / "plain")
+    model, _ = kind.prepare(folder / "plain", folder)
+    # A request has a block of each of the windows' groups; of fewer blocks nothing could be lent.
+    harness.NUM_BLOCKS = max(256, (4 if kind.shape is None else 16) * num_requests)
+    config = harness.engine_config(model, **kind.options)
     config.scheduler_config.max_num_seqs = num_requests
     config.scheduler_config.max_num_batched_tokens = 64 * num_requests
-    return config
+    if kind.num_cores > 1:
+        config.parallel_config.data_parallel_index = 0
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+    if kind.shape is None:
+        return config, harness.kv_cache_config(config)
+    config.cache_config.num_gpu_blocks_override = harness.NUM_BLOCKS
+    made = predicted_cache(config)
+    assert made is not None
+    return config, made[0]
 
 
-def _bench(folder: Path, config: Any, num_requests: int) -> tuple[Bench, list[Any]]:
+def _bench(folder: Path, config: Any, cache: Any, num_requests: int, kind: Kind) -> tuple[Bench, list[Any]]:
     """A scheduler with the serving side on, and what has to stay alive beside it."""
     from tests.plugin import harness
     from vllm_plugin.scheduler import ServingScheduler
 
-    keep = _node(folder / "alone", peer=False)
-    bench = Bench(ServingScheduler, config, num_requests)
+    keep = _node(folder / "alone", cache, peer=False)
+    bench = Bench(ServingScheduler, config, cache, num_requests, kind)
     if bench.scheduler.rose is None:
         raise SystemExit("the serving side did not come up; see the log above")
     bench.scheduler.rose_attach(harness.engine())
     return bench, keep
 
 
-def _beside(folder: Path, config: Any, bench: Bench) -> tuple[Any, list[Any]]:
+def _beside(folder: Path, cache: Any, bench: Bench) -> tuple[Any, list[Any]]:
     """A second serving side of the same scheduler, beside a rollout engine that may run but holds nothing."""
     from tests.plugin import harness
     from vllm_plugin.serving import ServingSide
 
-    keep = _node(folder / "beside", peer=True)
-    side = ServingSide(bench.scheduler, harness.kv_cache_config(config), 1)
+    keep = _node(folder / "beside", cache, peer=True)
+    side = ServingSide(bench.scheduler, cache, 1)
     side.attach(harness.engine())
     return side, keep
 
 
-def _node(path: Path, *, peer: bool) -> list[Any]:
+def _node(path: Path, cache: Any, *, peer: bool) -> list[Any]:
     """The files of a worker, a node agent and, ``peer``, a rollout engine; their writers."""
     from rose.coserve.node_dir import NodeDir
     from rose.coserve.records import Mode, NodeState, RolloutLease
     from tests.plugin import harness
+    from vllm_plugin.compat import OS_PAGE_BYTES
+    from vllm_plugin.memory import ChunkPlan
 
     os.environ |= {"ROSE_ROLE": "serving", "ROSE_DIR": str(path)}
     node, long_ns = NodeDir(path), time.monotonic_ns() + 10**13
     keep: list[Any] = [
-        harness.write_rank(path, "serving", mapped=True, num_chunks=harness.NUM_BLOCKS // 32),
+        harness.write_rank(
+            path, "serving", mapped=True, num_chunks=ChunkPlan.of(cache, OS_PAGE_BYTES).num_chunks
+        ),
         node.node_writer(),
     ]
     keep[1].write(
@@ -224,14 +254,16 @@ class Idle:
         return
 
 
-def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _measure(
+    folder: Path, engine: str, num_requests: int, num_steps: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     from vllm_plugin.scheduler import ServingScheduler
 
     stock = stock_class()
-    config = _config(folder, num_requests)
-    bench, keep = _bench(folder, config, num_requests)
+    config, cache = _config(folder, engine, num_requests)
+    bench, keep = _bench(folder, config, cache, num_requests, KINDS[engine])
     alone = bench.scheduler.rose
-    beside, keep_beside = _beside(folder, config, bench)
+    beside, keep_beside = _beside(folder, cache, bench)
     junk = np.ones(8 << 20)  # 64 MiB, twice the largest cache here
     timed = {
         "clock": Timed(Idle()),
@@ -255,8 +287,8 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
         finally:
             sys.setswitchinterval(interval_s)
 
-    for name in sides:
-        block(name, 2 if name.startswith("cold") else 2 * BLOCK_STEPS)
+    for side in sides:
+        block(side, 2 if side.startswith("cold") else 2 * BLOCK_STEPS)
     time.sleep(1.0)  # the background threads have seen everything by now
     for each in timed.values():
         each.spent.clear()
@@ -290,7 +322,11 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
         summary |= {name: value, f"{name}_low": low, f"{name}_high": high}
     summary["limit_met"] = summary["hook_p99_us"] <= LIMIT_US and summary["cold_p99_us"] <= LIMIT_US
     summary["beside_limit_met"] = summary["beside_p99_us"] <= LIMIT_US
-    return summary, {"block_steps": BLOCK_STEPS, "cold_steps": len(timed["cold"].spent) // len(HOOKS)}
+    return summary, {
+        "engine": engine,
+        "block_steps": BLOCK_STEPS,
+        "cold_steps": len(timed["cold"].spent) // len(HOOKS),
+    }
 
 
 class Timed:
@@ -330,11 +366,11 @@ class Timed:
 # --- system calls
 
 
-def _traced(folder: Path, num_requests: int, num_steps: int) -> None:
+def _traced(folder: Path, engine: str, num_requests: int, num_steps: int) -> None:
     """Under strace: mark every hook by a write to a descriptor that does not exist; first alone, then beside."""
-    config = _config(folder, num_requests)
-    rose, _keep = _bench(folder, config, num_requests)
-    beside, _keep_beside = _beside(folder, config, rose)
+    config, cache = _config(folder, engine, num_requests)
+    rose, _keep = _bench(folder, config, cache, num_requests, KINDS[engine])
+    beside, _keep_beside = _beside(folder, cache, rose)
 
     def marked(call: Any) -> Any:
         def hook(*args: Any) -> Any:
@@ -370,7 +406,7 @@ def _mark(text: bytes) -> None:
 _libc = ctypes.PyDLL(None)
 
 
-def _system_calls(num_requests: int, num_steps: int = 300) -> dict[str, Any]:
+def _system_calls(engine: str, num_requests: int, num_steps: int = 300) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".strace") as trace:
         command = [
             "strace",
@@ -380,8 +416,8 @@ def _system_calls(num_requests: int, num_steps: int = 300) -> dict[str, Any]:
             trace.name,
             sys.executable,
             __file__,
-            "--requests",
-            str(num_requests),
+            f"--requests={num_requests}",
+            f"--engine={engine}",
         ]
         try:
             subprocess.run(

@@ -22,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.engine_kinds import Kind
+
 PROMPT_TOKENS, OUTPUT_TOKENS = 20, 40
 PAUSE_S = 0.05
 STOCK, ROSE = ("stock_1", "stock_2"), ("rose_1", "rose_2")
 
 
-def end_to_end(num_requests: int, num_rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def end_to_end(num_requests: int, num_rounds: int, kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
     """Flat summary and details."""
     from tests.engine_launcher import EngineServer
     from tests.tiny_model import write_tiny_model
@@ -46,33 +48,45 @@ def end_to_end(num_requests: int, num_rounds: int) -> tuple[dict[str, Any], dict
     ):
         folder = Path(text)
         write_tiny_model(
-            folder / "model",
+            folder / "plain",
             num_layers=4,
             hidden_size=256,
             head_size=64,
             intermediate_size=768,
             vocab_size=2000,
         )
+        model, more = kind.prepare(folder / "plain", folder)
+        args = (*args, *more)
         servers: dict[str, Any] = {}
         for name in seconds:
-            env = {"ROSE_DIR": str(_agents_file(folder / name, stack))} if name in ROSE else {}
+            env = {"ROSE_DIR": str(folder / name)} if name in ROSE else {}
+            for one in _directories(folder / name, kind) if name in ROSE else []:
+                _agents_file(one, stack)
             role = "serving" if name in ROSE else None
-            servers[name] = stack.enter_context(EngineServer(folder / "model", role=role, env=env, args=args))
+            servers[name] = stack.enter_context(EngineServer(model, role=role, env=env, args=args))
             # One that is stopped would not hear that it shall end.
             stack.callback(_signal, servers[name], signal.SIGCONT)
             print(f"{name} answers after {servers[name].start_s:.0f} s", flush=True)
-            _turn(servers[name], num_requests)
+            _turn(servers[name], num_requests, kind)
             _signal(servers[name], signal.SIGSTOP)
         names = list(servers)
         for number in range(num_rounds):
             for name in names[number % 4 :] + names[: number % 4]:
-                took_s, used_s = _turn(servers[name], num_requests)
+                took_s, used_s = _turn(servers[name], num_requests, kind)
                 _signal(servers[name], signal.SIGSTOP)
                 seconds[name].append(took_s)
                 cpu_s[name].append(used_s)
         for name in ROSE:
-            _require_in_force(folder / name)
+            for one in _directories(folder / name, kind):
+                _require_in_force(one)
     return _summary(seconds, cpu_s), {"seconds": seconds, "cpu_s": cpu_s}
+
+
+def _directories(path: Path, kind: Kind) -> list[Path]:
+    """Of a server's engine cores."""
+    from rose.coserve.node_dir import core_dir
+
+    return [path] if kind.num_cores == 1 else [core_dir(path, core) for core in range(kind.num_cores)]
 
 
 def _agents_file(path: Path, stack: contextlib.ExitStack) -> Path:
@@ -102,22 +116,22 @@ def _require_in_force(path: Path) -> None:
         raise SystemExit(f"ROSE was not in force in {path.name}: {lease}")
 
 
-def _turn(server: Any, num_requests: int) -> tuple[float, float]:
+def _turn(server: Any, num_requests: int, kind: Kind) -> tuple[float, float]:
     """Seconds and CPU seconds of one turn of a server that is stopped, or has just started."""
     _signal(server, signal.SIGCONT)
-    _complete(server, 2, 2)  # its pages and its code are back in the caches
+    _complete(server, 2, 2, kind)  # its pages and its code are back in the caches
     time.sleep(PAUSE_S)
     before_s, begun_s = _cpu_s(server), time.perf_counter()
-    _complete(server, num_requests, OUTPUT_TOKENS)
+    _complete(server, num_requests, OUTPUT_TOKENS, kind)
     return time.perf_counter() - begun_s, _cpu_s(server) - before_s
 
 
-def _complete(server: Any, num_prompts: int, num_tokens: int) -> None:
+def _complete(server: Any, num_prompts: int, num_tokens: int, kind: Kind) -> None:
     prompts = [[10 + (number + k) % 1000 for k in range(PROMPT_TOKENS)] for number in range(num_prompts)]
     answer = server.post(
         "/v1/completions",
         {
-            "model": str(server.model_dir),
+            "model": kind.model_of(1, str(server.model_dir)),
             "prompt": prompts,
             "max_tokens": num_tokens,
             "temperature": 0.0,
