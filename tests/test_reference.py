@@ -63,7 +63,7 @@ def test_the_page_has_every_route_and_every_name() -> None:
     links = set(re.findall(r'<a href="#([^"]+)"', text))
     assert {
         "rose.wire.samples.Lease",
-        "rose.wire.answers.Leased",
+        "rose.wire.answers.LeasedBatch",
         "rose.wire.status.SchedulerStatus",
     } <= links
     assert not [link for link in links if f'id="{link}"' not in text]

@@ -5,7 +5,7 @@ that have the checkpoint's names and shapes and no content, under a dispatch mod
 into model memory and performs none.  Fused projections, tensor-parallel slices, padded vocabularies and
 tied embeddings come out right because vLLM's code decided them, not ours.
 
-A copy becomes a :class:`Box`: an affine piece of a checkpoint tensor and the equally shaped affine piece
+A copy becomes a :class:`BoxMap`: an affine piece of a checkpoint tensor and the equally shaped affine piece
 of one storage.  A tensor whose load is anything else (cast, transposed copy, in-place arithmetic, a
 parameter rewritten after loading) is in ``fallback`` with the reason; the updater refuses to patch it.
 
@@ -50,7 +50,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
+class BoxMap:
     """A block of elements: coordinate ``c`` in ``shape`` is checkpoint element ``src_offset + c . src_strides``, and likewise in storage.
 
     Neighbouring axes are merged where both sides allow it.  Axes are ordered by falling ``src_strides``, and each stride is larger than the
@@ -142,7 +142,7 @@ class ShardPlan:
     """
 
     tensors: Mapping[str, TensorSpec]
-    boxes: Mapping[str, tuple[Box, ...]]
+    boxes: Mapping[str, tuple[BoxMap, ...]]
     fallback: Mapping[str, str]
     holes: tuple[str, ...]
     targets: Sequence[Target]
@@ -377,8 +377,8 @@ class _Recorder(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        self.boxes: dict[str, list[Box]] = {}
-        self.filled: dict[int, list[Box]] = {}
+        self.boxes: dict[str, list[BoxMap]] = {}
+        self.filled: dict[int, list[BoxMap]] = {}
         self.reasons: dict[str, str] = {}
         # Tensors computed from scratch tensors, and from which.  The tensor is kept so that its address stays
         # its own until the recording ends.
@@ -477,7 +477,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _box(
     target: int, shape: Sequence[int], offset: int, strides: Sequence[int], written: torch.Tensor
-) -> Box:
+) -> BoxMap:
     """Canonical box: axes of one element dropped, the rest ordered by source stride and merged."""
     axes = [
         axis
@@ -493,7 +493,7 @@ def _box(
             merged.append((size, src, dst))
     if not merged:
         merged = [(1, 1, 1)]
-    return Box(
+    return BoxMap(
         target=target,
         shape=tuple(axis[0] for axis in merged),
         src_offset=offset,
@@ -510,7 +510,7 @@ def _prove(
     tensors: Sequence[TensorSpec], targets: Sequence[Target], recorder: _Recorder, replaced: set[str]
 ) -> ShardPlan:
     fallback = dict(recorder.reasons)
-    boxes: dict[str, tuple[Box, ...]] = {}
+    boxes: dict[str, tuple[BoxMap, ...]] = {}
     for tensor in tensors:
         marked = _mark_mirrors(tensor, recorder.boxes.get(tensor.name, []))
         if marked is None:
@@ -540,9 +540,9 @@ def _prove(
     )
 
 
-def _mark_mirrors(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[Box, ...] | None:
+def _mark_mirrors(tensor: TensorSpec, boxes: Sequence[BoxMap]) -> tuple[BoxMap, ...] | None:
     """Flag exact repeats of a source region; None when regions overlap in any other way."""
-    marked: list[Box] = []
+    marked: list[BoxMap] = []
     seen: set[tuple[Any, ...]] = set()
     for box in dict.fromkeys(boxes):  # the same copy made twice is one box
         region = (box.shape, box.src_offset, box.src_strides)
@@ -553,9 +553,9 @@ def _mark_mirrors(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[Box, ...] |
     return None if twice else tuple(marked)
 
 
-def _written_twice(targets: Sequence[Target], boxes: Mapping[str, Sequence[Box]]) -> dict[str, str]:
+def _written_twice(targets: Sequence[Target], boxes: Mapping[str, Sequence[BoxMap]]) -> dict[str, str]:
     """Checkpoint tensors whose destination another box covers too, with the parameter's name."""
-    by_target: dict[int, list[tuple[str, Box]]] = {}
+    by_target: dict[int, list[tuple[str, BoxMap]]] = {}
     for name, held in boxes.items():
         for box in held:
             by_target.setdefault(box.target, []).append((name, box))
@@ -569,7 +569,7 @@ def _written_twice(targets: Sequence[Target], boxes: Mapping[str, Sequence[Box]]
 
 
 def _holes(
-    targets: Sequence[Target], boxes: Mapping[str, Sequence[Box]], filled: Mapping[int, Sequence[Box]]
+    targets: Sequence[Target], boxes: Mapping[str, Sequence[BoxMap]], filled: Mapping[int, Sequence[BoxMap]]
 ) -> list[str]:
     """Parameters with an element that neither a box nor a constant fill reaches."""
     written: dict[int, list[Region]] = {}
@@ -585,11 +585,11 @@ def _holes(
     return holes
 
 
-def _destination(box: Box) -> Region:
+def _destination(box: BoxMap) -> Region:
     return box.shape, box.dst_strides, box.dst_offset
 
 
-def _digest(tensors: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]]) -> str:
+def _digest(tensors: Sequence[TensorSpec], boxes: Mapping[str, Sequence[BoxMap]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}\n".encode())

@@ -54,7 +54,7 @@ from rose.weights import kernels, statehash
 from rose.weights.spec import differences, model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
-from vllm_plugin.plan import Box, ShardPlan
+from vllm_plugin.plan import BoxMap, ShardPlan
 from vllm_plugin.weight_bits import Piece, flat_of, hash_box, hash_piece, parked, put, signed
 
 logger = logging.getLogger("vllm.rose")
@@ -426,7 +426,7 @@ class RankWeights:
                 )
         return pieces, after
 
-    def _piece(self, tensor: TensorUpdate, box: Box) -> Piece | None:
+    def _piece(self, tensor: TensorUpdate, box: BoxMap) -> Piece | None:
         bits = self._bits(box)
         if tensor.dense is not None:
             flat = flat_of(tensor)
@@ -586,7 +586,7 @@ class RankWeights:
         if slot.error is None:
             slot.error = WeightsError(f"commit of {slot.target} failed and was undone", field="version")
 
-    def _bits(self, box: Box) -> torch.Tensor:
+    def _bits(self, box: BoxMap) -> torch.Tensor:
         return self.plan.targets[box.target].bits()
 
 

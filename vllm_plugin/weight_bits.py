@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rose.weights import kernels, statehash
 from rose.weights.update import TensorUpdate
 from vllm_plugin.cover import span_of
-from vllm_plugin.plan import Box
+from vllm_plugin.plan import BoxMap
 
 _CHUNK_ELEMENTS = 1 << 20
 """Elements whose indices are spelt out at a time when a box has gaps in the checkpoint."""
@@ -23,7 +23,7 @@ class Piece:
     """What one box of one tensor receives."""
 
     name: str
-    box: Box
+    box: BoxMap
     storage: torch.Tensor | None
     """Destinations, int64 ``[K]``; None: the whole box, in the box's order.  Like ``new`` and ``old`` on the host."""
     index: NDArray[Any] | None
@@ -80,7 +80,7 @@ def hash_piece(piece: Piece, values: torch.Tensor) -> int:
     return statehash.hash_at(piece.index, values.cpu().numpy())
 
 
-def hash_box(box: Box, values: torch.Tensor) -> int:
+def hash_box(box: BoxMap, values: torch.Tensor) -> int:
     """Hash of a whole box; ``values`` has the box's shape."""
     span = span_of((box.shape, box.src_strides, box.src_offset))
     if span is not None:
@@ -91,7 +91,7 @@ def hash_box(box: Box, values: torch.Tensor) -> int:
     return total
 
 
-def _chunks(box: Box, values: torch.Tensor) -> Iterator[tuple[NDArray[Any], torch.Tensor]]:
+def _chunks(box: BoxMap, values: torch.Tensor) -> Iterator[tuple[NDArray[Any], torch.Tensor]]:
     """Checkpoint indices of a box with gaps, a bounded number of rows at a time."""
     inner = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(box.shape[1:], box.src_strides[1:], strict=True):

@@ -42,7 +42,7 @@ from rose.evaluation.arrivals import Arrival, TrafficShape, load_trace  # noqa: 
 from rose.evaluation.statistics import percentile  # noqa: E402
 from rose.sim.arrivals import Arrivals, Prefixes  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
-from rose.sim.world import RunResult, simulate  # noqa: E402
+from rose.sim.world import SimResult, simulate  # noqa: E402
 from rose.units import PAGE_BYTES  # noqa: E402
 
 NUM_TRAJECTORIES = 16
@@ -372,11 +372,11 @@ def predict(live: Live, found: Calibration) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _sampled(run: RunResult) -> float:
+def _sampled(run: SimResult) -> float:
     return float(sum(run.counters.sampled.values()))
 
 
-def _latencies(run: RunResult, frontend_s: float) -> dict[str, float]:
+def _latencies(run: SimResult, frontend_s: float) -> dict[str, float]:
     ttft = [value + frontend_s for _, value in run.ttft_s]
     tpot = [value for _, value in run.tpot_s]
     return {

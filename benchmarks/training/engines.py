@@ -1,7 +1,7 @@
 """Engines that take time and no CPU: the fake engine behind a step-latency model.
 
 :class:`TimedEngine` answers with the fake engine's tokens, when a continuous batch would have: it runs the simulator's
-:class:`rose.sim.engine.Engine` (chunked prefill, one token per request and step, KV memory, prefix cache) against the clock, with
+:class:`rose.sim.engine.SimEngine` (chunked prefill, one token per request and step, KV memory, prefix cache) against the clock, with
 steps as long as a :class:`rose.policy.admission.StepModel` says, the class that ``rose profile`` fits.  Steps are due at
 computed instants: one that starts late by the machine's fault is not made longer, as long as it can catch up (``lost_s`` is what
 could not).  A prompt's cached part is found by its content: the hash of a finished turn's tokens, looked up at every place.
@@ -34,7 +34,7 @@ from benchmarks.training.probe import Probe
 from rose.auth import Tokens
 from rose.policy.admission import StepModel
 from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
-from rose.sim.engine import Engine, Request
+from rose.sim.engine import Request, SimEngine
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 
 MAX_LATE_S = 0.5
@@ -116,7 +116,7 @@ class TimedEngine(FakeEngine):
         super().__init__(mean_tokens=spec.mean_tokens, max_model_len=max_model_len)
         assert spec.steps is not None
         self.spec = spec
-        self.batch = Engine(spec.steps.model(), spec.chunk_tokens, spec.kv_tokens)
+        self.batch = SimEngine(spec.steps.model(), spec.chunk_tokens, spec.kv_tokens)
         self.share = 1.0 if spec.bursts is None else spec.bursts.quiet_share
         self.num_tokens = self.num_reused = self.num_prompt = self.num_steps = self.num_cut = 0
         self.busy_s = self.lost_s = 0.0

@@ -36,7 +36,7 @@ from rose.lineage import Lineage, WeightVersion
 from rose.signatures import PublicKeys
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, read_refusal
-from rose.wire.http_client import Answer, ask, open_client
+from rose.wire.http_client import HttpAnswer, ask, open_client
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
@@ -148,7 +148,7 @@ class SchedulerUplink:
         body: bytes | None = None,
         *,
         timeout_s: float,
-    ) -> Answer:
+    ) -> HttpAnswer:
         url = self._addresses.current
         try:
             answer = await ask(

@@ -72,7 +72,7 @@ def unpack_found(data: bytes) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-class Layout(Generic[R]):
+class RecordLayout(Generic[R]):
     """How records of one type lie in a file.  Built once per type and size."""
 
     def __init__(self, record_type: type[R]) -> None:
@@ -124,11 +124,11 @@ class Layout(Generic[R]):
         return extra, incarnation
 
 
-_layouts: dict[type[Any], Layout[Any]] = {}
+_layouts: dict[type[Any], RecordLayout[Any]] = {}
 
 
-def layout_of(record_type: type[R]) -> Layout[R]:
+def layout_of(record_type: type[R]) -> RecordLayout[R]:
     layout = _layouts.get(record_type)
     if layout is None:
-        layout = _layouts[record_type] = Layout(record_type)
-    return cast(Layout[R], layout)
+        layout = _layouts[record_type] = RecordLayout(record_type)
+    return cast(RecordLayout[R], layout)

@@ -48,7 +48,7 @@ from rose.scheduler.timeline import Timeline
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
-from rose.wire.answers import Health, Ready
+from rose.wire.answers import HealthStatus, ReadyStatus
 from rose.wire.reading import Reports
 from rose.wire.status import SchedulerStatus
 
@@ -402,7 +402,7 @@ class Scheduler:
         return json_response(describe())
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return json_response(Health(status="ok"))
+        return json_response(HealthStatus(status="ok"))
 
     async def _readyz(self, request: web.Request) -> web.Response:
         """Ready: the journal can be written, we are not stopping, and a worker can take a turn."""
@@ -416,7 +416,7 @@ class Scheduler:
             if wrong
         ]
         return json_response(
-            Ready(status="not ready" if problems else "ok", problems=problems),
+            ReadyStatus(status="not ready" if problems else "ok", problems=problems),
             status=503 if problems else 200,
         )
 

@@ -34,17 +34,17 @@ from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.answers import (
-    Begun,
-    Ended,
-    GroupListed,
-    Listed,
-    Nothing,
-    OnDuty,
-    Required,
-    Resumed,
-    Trace,
-    Turn,
-    Workers,
+    Empty,
+    GroupSummary,
+    JobResumed,
+    TrajectoryEnded,
+    TrajectoryKey,
+    TrajectorySummary,
+    TrajectoryTrace,
+    TurnTrace,
+    VersionRequired,
+    WorkerDuty,
+    WorkerList,
     WorkerStatus,
 )
 from rose.wire.pool import Target
@@ -113,7 +113,7 @@ class ControlRoutes:
             trains_side=body.train_side_requests or False,
         )
         await self._store.journal.commit()
-        return json_response(Begun(id=name, key=self._tokens.key_of(name)))
+        return json_response(TrajectoryKey(id=name, key=self._tokens.key_of(name)))
 
     async def get(self, request: web.Request) -> web.Response:
         trajectory = self._named(request)
@@ -126,7 +126,7 @@ class ControlRoutes:
         found: list[bytes] = []
         async with self._looking:
             async for trajectory, state, reason in self._found(wanted, Slices()):
-                listed: Listed = {
+                listed: TrajectorySummary = {
                     "id": trajectory.id,
                     "job": trajectory.created.job,
                     "group_id": trajectory.created.group_id,
@@ -148,7 +148,7 @@ class ControlRoutes:
     async def groups(self, request: web.Request) -> web.Response:
         """Groups with a trajectory that is searched for; counted are all of its trajectories that are known."""
         wanted, slices = Search.of(request), Slices()
-        found: dict[tuple[str, str], GroupListed] = {}
+        found: dict[tuple[str, str], GroupSummary] = {}
         async with self._looking:
             async for trajectory, _, _ in self._found(wanted, slices):
                 job, group_id = trajectory.created.job, trajectory.created.group_id
@@ -247,7 +247,7 @@ class ControlRoutes:
         reason = next((each.reason for each in discards), "")
         state = sp.SampleState.STALE if reason == "stale" else sp.SampleState.CANCELLED
         told = (state.value, reason) if name not in self._store.trajectories else self._store.state(name)
-        return json_response(Ended(id=name, state=told[0], reason=told[1]))
+        return json_response(TrajectoryEnded(id=name, state=told[0], reason=told[1]))
 
     # --- batches (trainer) -----------------------------------------------------------------------------
 
@@ -311,12 +311,12 @@ class ControlRoutes:
             self._store.check_run(batch.job, body.run or "")
         self._carry_out(self._store.ack(name, body.step, body.attempt))
         await self._store.journal.commit()
-        return json_response(Nothing())
+        return json_response(Empty())
 
     async def give_back(self, request: web.Request) -> web.Response:
         self._carry_out(self._store.give_back(_batch_id(request)))
         await self._store.journal.commit()
-        return json_response(Nothing())
+        return json_response(Empty())
 
     async def resume(self, request: web.Request) -> web.Response:
         body = await read_wire(request, Resume)
@@ -332,7 +332,7 @@ class ControlRoutes:
         dropped = [
             name for action in actions if isinstance(action, sp.Consumed) for name in action.trajectory_ids
         ]
-        return json_response(Resumed(returned_groups=len(set(returned)), consumed=len(dropped)))
+        return json_response(JobResumed(returned_groups=len(set(returned)), consumed=len(dropped)))
 
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
@@ -359,7 +359,7 @@ class ControlRoutes:
         self._carry_out(spent)
         self._dispatcher.require(job, version, self._store.runs[job])
         await self._store.journal.commit()
-        told = Required(job=job, version=format_version(version))
+        told = VersionRequired(job=job, version=format_version(version))
         if warning:
             told["warning"] = warning
         return json_response(told)
@@ -451,7 +451,7 @@ class ControlRoutes:
 
     async def remove(self, request: web.Request) -> web.Response:
         self._dispatcher.remove(request.match_info["id"])
-        return json_response(Nothing())
+        return json_response(Empty())
 
     async def duty(self, request: web.Request) -> web.Response:
         duties = {"drain": Duty.DRAINING, "cordon": Duty.CORDONED, "uncordon": Duty.ACTIVE}
@@ -459,12 +459,12 @@ class ControlRoutes:
         if verb not in duties:
             raise NotFound(f"no such action: {verb[:32]}", field="path")
         self._dispatcher.set_duty(request.match_info["id"], duties[verb])
-        return json_response(OnDuty(worker_id=request.match_info["id"], duty=duties[verb].value))
+        return json_response(WorkerDuty(worker_id=request.match_info["id"], duty=duties[verb].value))
 
     async def workers(self, request: web.Request) -> web.Response:
         now_s = self._dispatcher.now_s()
         fleet = self._dispatcher.book.fleet
-        return json_response(Workers(workers=[worker_status(worker, now_s) for worker in fleet]))
+        return json_response(WorkerList(workers=[worker_status(worker, now_s) for worker in fleet]))
 
     # --- shared ----------------------------------------------------------------------------------------
 
@@ -500,11 +500,11 @@ class ControlRoutes:
 
 async def _trace(
     trajectory: Trajectory, state: tuple[str, str], slices: Slices, *, whole_prompts: bool
-) -> Trace:
+) -> TrajectoryTrace:
     """Every turn of now: those that come meanwhile are not in it."""
     head = trajectory.trace(*state, turns=[])
     turns = (trajectory.trace_turn(record, whole_prompts=whole_prompts) for record in list(trajectory.turns))
-    head["turns"] = cast("list[Turn]", await slices.json_list(turns))
+    head["turns"] = cast("list[TurnTrace]", await slices.json_list(turns))
     return head
 
 

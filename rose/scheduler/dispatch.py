@@ -36,7 +36,7 @@ from rose.scheduler.engine import (
     Output,
     TokenLogprob,
 )
-from rose.wire.pool import Asked
+from rose.wire.pool import PendingRequest
 from rose.wire.turns import ASKED_RUN
 
 log = logging.getLogger("rose.scheduler")
@@ -128,7 +128,7 @@ class Dispatcher:
         self._rng = random.Random(seed)
         self._on_action = on_action
         self._decisions = decisions
-        self._attempts: dict[tuple[str, int], asyncio.Task[None] | Asked] = {}
+        self._attempts: dict[tuple[str, int], asyncio.Task[None] | PendingRequest] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
         self._models: dict[str, ServedModel] = {}
@@ -343,7 +343,7 @@ class Dispatcher:
                 self._begin(action, handle, self.endpoints[action.worker_id])
             case te.AbortAttempt():
                 running = self._attempts.get((action.turn_id, action.attempt))
-                if isinstance(running, Asked):
+                if isinstance(running, PendingRequest):
                     del self._attempts[action.turn_id, action.attempt]
                 if running is not None:
                     running.cancel()

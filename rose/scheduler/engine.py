@@ -21,7 +21,7 @@ from rose.errors import EngineError, RequestError
 from rose.lineage import Lineage
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.wire.pool import AnswerTooLarge, Asked, Exchange, PeerLost, Pool, Target, encode_headers
+from rose.wire.pool import AnswerTooLarge, Exchange, PeerLost, PendingRequest, Pool, Target, encode_headers
 
 NO_HEADERS: Mapping[str, str] = {}
 PROBE_S = 1.0
@@ -204,7 +204,7 @@ class EngineClient:
         *,
         done: Callable[[Output | EngineFailure], None],
         entries: bool = False,
-    ) -> Asked | None:
+    ) -> PendingRequest | None:
         """The same over a connection that is open already, without a task that waits: ``done`` is called once, from the event loop.
 
         Returns:

@@ -19,7 +19,15 @@ from rose.policy.fleet import Fleet
 from rose.policy.worker import Health, LendingState, Tier
 from rose.scheduler.learning import Learning
 from rose.scheduler.slices import Slices
-from rose.wire.status import History, LearningRow, Sample, SchedulerStatus, StepMark, TurnSpan, WorkerMark
+from rose.wire.status import (
+    DashboardSample,
+    History,
+    LearningRow,
+    SchedulerStatus,
+    StepMark,
+    TurnSpan,
+    WorkerMark,
+)
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -74,8 +82,8 @@ class Timeline:
         """Spans opened or closed, oldest first; ``_num_changes`` counts all there ever were."""
         self._num_changes = 0
         self.marks: deque[WorkerMark] = deque(maxlen=MAX_MARKS)
-        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
-        self.hours: deque[Sample] = deque(maxlen=MAX_HOURS)
+        self.samples: deque[DashboardSample] = deque(maxlen=MAX_SAMPLES)
+        self.hours: deque[DashboardSample] = deque(maxlen=MAX_HOURS)
         """The same, one for each ``HOURS_EVERY_S``."""
         self._queue_s: deque[float] = deque(maxlen=_WINDOW)
         self._reroute_s: deque[float] = deque(maxlen=_WINDOW)
@@ -213,7 +221,7 @@ class Timeline:
         jobs = {job: await slices.json_list(rows) for job, rows in curves.items()}
         return {
             "now": now,
-            "hours": cast("list[Sample]", hours),
+            "hours": cast("list[DashboardSample]", hours),
             "jobs": cast("dict[str, list[LearningRow]]", jobs),
         }
 

@@ -21,7 +21,7 @@ from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, tur
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.messages import TIP_BYTES
 from rose.scheduler.records import CreateRecord, FinishRecord, ScoreRecord, TurnRecord, unpacked
-from rose.wire.answers import Routed, Segment, Timing, Trace, Turn, Usage
+from rose.wire.answers import RoutedExperts, TrajectoryTrace, TurnSegment, TurnTiming, TurnTrace, TurnUsage
 
 
 class Trajectory:
@@ -233,13 +233,13 @@ class Trajectory:
     def num_prompt_tokens(self, record: TurnRecord) -> int:
         return self.lengths[record.turn] - len(record.token_ids) // 4
 
-    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> Turn:
+    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> TurnTrace:
         """A turn as the wire has it.
 
         Args:
             whole_prompts: Else only what its parent does not hold: of n turns the prompts together grow with n squared.
         """
-        told: Turn = {
+        told: TurnTrace = {
             "turn": record.turn,
             "kind": record.kind,
             "parent": record.parent,
@@ -251,9 +251,9 @@ class Trajectory:
             "stop_reason": record.stop_reason,
             "versions": record.versions,
             "kv_mixed": record.kv_mixed,
-            "segments": cast("list[Segment]", record.segments),
-            "usage": cast("Usage", record.usage),
-            "timing": cast("Timing", record.timing),
+            "segments": cast("list[TurnSegment]", record.segments),
+            "usage": cast("TurnUsage", record.usage),
+            "timing": cast("TurnTiming", record.timing),
             "sampling": record.sampling,
             "constraints": record.constraints,
             "id": record.id,
@@ -267,10 +267,12 @@ class Trajectory:
             told["suffix_token_ids"] = unpack_ids(record.suffix_ids)
             told["num_prompt_tokens"] = self.num_prompt_tokens(record)
         if record.routed_experts:
-            told["routed_experts"] = [Routed(start=at, npy=b64(data)) for at, data in record.routed_experts]
+            told["routed_experts"] = [
+                RoutedExperts(start=at, npy=b64(data)) for at, data in record.routed_experts
+            ]
         return told
 
-    def trace(self, state: str, reason: str = "", *, turns: list[Turn] | None = None) -> Trace:
+    def trace(self, state: str, reason: str = "", *, turns: list[TurnTrace] | None = None) -> TrajectoryTrace:
         """As the wire has it.
 
         Args:

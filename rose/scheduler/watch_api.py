@@ -18,7 +18,7 @@ from rose.scheduler.slices import Slices
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.trajectory import Trajectory
-from rose.wire.answers import Branch, Token
+from rose.wire.answers import Branch, BranchToken
 from rose.wire.status import SchedulerStatus, WatchHistory, WatchNow
 
 PERIOD_S = 1.0
@@ -113,7 +113,7 @@ class WatchRoutes:
         async with self._looking:
             rows = zip(branch_tokens(trajectory, turn), texts, strict=True)
             tokens = await Slices().json_list(row | {"text": text} for row, text in rows)
-        found = cast("list[Token]", tokens)
+        found = cast("list[BranchToken]", tokens)
         return json_response(Branch(id=trajectory.id, turn=turn, branches=branches, tokens=found))
 
     async def _texts(self, token_ids: list[int]) -> list[str | None]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.scenario import Scenario
-from rose.sim.world import RunResult, simulate
+from rose.sim.world import SimResult, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class CellResult:
     cuts_per_min: float
     lent_share: float
     late: Mapping[int, float]
-    """See :class:`rose.sim.world.RunResult`; likewise the next."""
+    """See :class:`rose.sim.world.SimResult`; likewise the next."""
     arrived_s: Floats
     duration_s: float
     serving_busy: float
@@ -104,7 +104,7 @@ def run_dedicated(scenario: Scenario, seed: int, engines: int) -> CellResult:
     return measure(simulate(config, "rose", asynchronous=True), 0.0, scenario.cells.warm_s)
 
 
-def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
+def measure(run: SimResult, load: float, warm_s: float) -> CellResult:
     """What happened after ``warm_s``."""
     fleet, serving = run.scenario.fleet, run.scenario.serving
     before = next((sample for sample in run.samples if sample.at_s >= warm_s), None)

@@ -17,7 +17,7 @@ from rose.sim.report import document, write_reports
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
 from rose.sim.systems import SYSTEMS
-from rose.sim.world import RunResult, simulate
+from rose.sim.world import SimResult, simulate
 
 SHOWN = (
     ("speedup", "speed-up", "{:.2f}x"),
@@ -82,9 +82,9 @@ def sim(
 
 def run_systems(
     config: Scenario, names: tuple[str, ...], *, journal: Path | None = None, check: bool = False
-) -> list[RunResult]:
+) -> list[SimResult]:
     """Each system in turn, with progress on stderr."""
-    runs: list[RunResult] = []
+    runs: list[SimResult] = []
     arrivals = None
     if config.fleet.serving:
         arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, config.seed)
@@ -106,7 +106,7 @@ def run_systems(
     return runs
 
 
-def print_runs(runs: list[RunResult]) -> None:
+def print_runs(runs: list[SimResult]) -> None:
     summary = document(runs)["summary"]
     table = Table(title=f"{runs[0].scenario.name}: simulated, seed {runs[0].seed}")
     table.add_column("system", no_wrap=True)

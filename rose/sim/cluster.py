@@ -30,9 +30,9 @@ from rose.policy.lending_events import (
 from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
-from rose.sim.device import Device
+from rose.sim.device import SimDevice
 from rose.sim.engine import Request
-from rose.sim.events import EventQueue, Journal
+from rose.sim.events import EventDigest, EventQueue
 from rose.sim.live import Configs
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
@@ -48,10 +48,10 @@ JOB = "job"
 
 
 @dataclass(slots=True)
-class Node:
+class SimNode:
     """One device with its agent's books."""
 
-    device: Device
+    device: SimDevice
     tier: Tier
     config: NodeConfig
     cap: int | None = None
@@ -98,7 +98,7 @@ class Counters:
     """Of attempts that were no longer live."""
 
 
-class Cluster:
+class SimCluster:
     """See the module.  ``on_turn`` hears of every turn that ended; ``is_training``: of a job, whether its trainer has a batch."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Cluster:
         scenario: Scenario,
         system: System,
         queue: EventQueue,
-        journal: Journal,
+        journal: EventDigest,
         on_turn: Callable[[te.TurnEnded, float], None],
         is_training: Callable[[str], bool],
         configs: Configs,
@@ -114,7 +114,7 @@ class Cluster:
         self.scenario, self.system = scenario, system
         self.queue, self.journal = queue, journal
         self.on_turn = on_turn
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SimNode] = {}
         self.counters = Counters()
         self.ttft_s: list[tuple[float, float]] = []
         """(when, seconds) of each production request."""
@@ -161,15 +161,15 @@ class Cluster:
     def join(
         self,
         name: str,
-        device: Device,
+        device: SimDevice,
         tier: Tier,
         *,
         version: Version | None,
         cap: int | None = None,
         run: str = "",
-    ) -> Node:
+    ) -> SimNode:
         config = self.configs.dedicated if device.serving is None else self.configs.harvested
-        node = Node(device=device, tier=tier, config=config, cap=cap, run=run)
+        node = SimNode(device=device, tier=tier, config=config, cap=cap, run=run)
         self.nodes[name] = node
         if device.memory is not None:
             device.memory.fixed = config.lending.policy == "static"
@@ -307,7 +307,7 @@ class Cluster:
         self.journal.write(now_s, "switch", name, job)
         self.heartbeat(name, node, now_s)
 
-    def _mode_set(self, node: Node, *, on: bool = True) -> ModeSet:
+    def _mode_set(self, node: SimNode, *, on: bool = True) -> ModeSet:
         config = node.config
         assert config.serving is not None
         return ModeSet(
@@ -317,7 +317,7 @@ class Cluster:
             max_lend_pages=config.lending.max_lend_pages,
         )
 
-    def heartbeat(self, name: str, node: Node, now_s: float) -> None:
+    def heartbeat(self, name: str, node: SimNode, now_s: float) -> None:
         device = node.device
         rollout = device.rollout
         assert rollout is not None
@@ -347,7 +347,7 @@ class Cluster:
 
     # --- lending ---------------------------------------------------------------------------------------
 
-    def report(self, name: str, node: Node, now_s: float) -> None:
+    def report(self, name: str, node: SimNode, now_s: float) -> None:
         """Tell the device's lending policy what is, and do what it says."""
         lending, device = node.lending, node.device
         memory = device.memory
@@ -376,7 +376,7 @@ class Cluster:
         ):
             self._rollout_report(name, node, now_s)
 
-    def _rollout_report(self, name: str, node: Node, now_s: float) -> None:
+    def _rollout_report(self, name: str, node: SimNode, now_s: float) -> None:
         assert node.lending is not None
         device = node.device
         actions = node.lending.handle(
@@ -391,7 +391,7 @@ class Cluster:
         )
         self._lend(name, node, actions)
 
-    def _lend(self, name: str, node: Node, actions: list[SetLend | KillRollout]) -> None:
+    def _lend(self, name: str, node: SimNode, actions: list[SetLend | KillRollout]) -> None:
         now_s = self.queue.now_s
         for action in actions:
             if isinstance(action, SetLend):
@@ -442,7 +442,7 @@ class Cluster:
 
     # --- Host: what devices say --------------------------------------------------------------------------
 
-    def served(self, device: Device, request: Request, now_s: float) -> None:
+    def served(self, device: SimDevice, request: Request, now_s: float) -> None:
         first_s = request.first_s if request.first_s is not None else now_s
         self.counters.asked += request.prompt
         self.counters.found += request.cached
@@ -456,7 +456,7 @@ class Cluster:
         if late:
             self.late[int(request.key[1:])] = request.arrived_s
 
-    def turn_done(self, device: Device, request: Request, now_s: float) -> None:
+    def turn_done(self, device: SimDevice, request: Request, now_s: float) -> None:
         node = self.nodes[device.name]
         turn_id, attempt = _turn_of(request.key)
         produced = request.kept + request.target
@@ -475,7 +475,7 @@ class Cluster:
         )
 
     def turn_cut(
-        self, device: Device, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
+        self, device: SimDevice, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
     ) -> None:
         node = self.nodes[device.name]
         turn_id, attempt = _turn_of(request.key)
@@ -497,12 +497,12 @@ class Cluster:
             )
         )
 
-    def claimed(self, device: Device, now_s: float) -> None:
+    def claimed(self, device: SimDevice, now_s: float) -> None:
         node = self.nodes.get(device.name)
         if node is not None:
             self.report(device.name, node, now_s)
 
-    def boundary(self, device: Device, now_s: float) -> None:
+    def boundary(self, device: SimDevice, now_s: float) -> None:
         node = self.nodes.get(device.name)
         if node is None or node.lending is None or not node.registered:
             return
@@ -515,7 +515,7 @@ class Cluster:
         elif now_s - node.reported_s >= REPORT_PERIOD_S:
             self.report(device.name, node, now_s)
 
-    def _sampled(self, node: Node, tokens: int) -> None:
+    def _sampled(self, node: SimNode, tokens: int) -> None:
         self.counters.sampled[node.tier.value] += tokens
 
     def _prefilled(self, request: Request, attempt: int) -> None:

@@ -10,7 +10,7 @@ With ``priority`` they do not: the rollout engine moves only while serving stand
 With ``preempt_s`` they do, but a request that arrives stops the rollout step in progress at a layer, and the step goes on later.
 
 Memory is pages of 2 MiB.  Who may use which of them is in the books that say so live (:mod:`rose.sim.memory`).
-Serving that lacks pages claims them (``Host.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
+Serving that lacks pages claims them (``DeviceListener.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.coserving.timing import latest_start, prompt_work_s
 from rose.policy.stop_reasons import RECLAIMED
-from rose.sim.engine import Engine, Request
+from rose.sim.engine import Request, SimEngine
 from rose.sim.events import EventQueue
 from rose.sim.memory import SharedMemory
 
@@ -34,23 +34,23 @@ _WAITING_LOOKED_AT = 64
 """As the plugin does: a longer queue is pressure anyway."""
 
 
-class Host(Protocol):
+class DeviceListener(Protocol):
     """What a device tells the world, always at a step boundary."""
 
-    def served(self, device: Device, request: Request, now_s: float) -> None: ...
+    def served(self, device: SimDevice, request: Request, now_s: float) -> None: ...
 
-    def turn_done(self, device: Device, request: Request, now_s: float) -> None: ...
+    def turn_done(self, device: SimDevice, request: Request, now_s: float) -> None: ...
 
     def turn_cut(
-        self, device: Device, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
+        self, device: SimDevice, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
     ) -> None: ...
 
-    def claimed(self, device: Device, now_s: float) -> None: ...
+    def claimed(self, device: SimDevice, now_s: float) -> None: ...
 
-    def boundary(self, device: Device, now_s: float) -> None: ...
+    def boundary(self, device: SimDevice, now_s: float) -> None: ...
 
 
-class Device:
+class SimDevice:
     """See the module.
 
     Args:
@@ -65,11 +65,11 @@ class Device:
         self,
         name: str,
         queue: EventQueue,
-        host: Host,
+        host: DeviceListener,
         *,
         total_pages: int,
-        serving: Engine | None,
-        rollout: Engine | None,
+        serving: SimEngine | None,
+        rollout: SimEngine | None,
         serving_page_tokens: float = 1.0,
         rollout_page_tokens: float = 1.0,
         priority: bool = False,
@@ -360,7 +360,7 @@ class Device:
             self.reclaim_seq += 1
             self.host.boundary(self, now_s)
 
-    def _waiting_pages(self, serving: Engine) -> int:
+    def _waiting_pages(self, serving: SimEngine) -> int:
         """What the requests that wait for memory would take."""
         if not serving.waiting:
             return 0
@@ -368,7 +368,7 @@ class Device:
         tokens = sum(request.prompt + 1 for request in looked_at if not request.done)
         return math.ceil(tokens / self.serving_page_tokens)
 
-    def _follow(self, memory: SharedMemory, rollout: Engine, now_s: float) -> bool:
+    def _follow(self, memory: SharedMemory, rollout: SimEngine, now_s: float) -> bool:
         """The rollout engine holds what it may; prefixes go first, then the youngest turns.  Whether it gave anything up."""
         keep = memory.keep_chunks(self.lend_pages)
         budget = int(keep * memory.chunk_pages * self.rollout_page_tokens)
@@ -456,7 +456,7 @@ class Device:
         need_s = 0.0 if self.params.rule is Rule.PAPER else rollout_s
         return 1 + max(0, int(min(1e6, (slack_s - need_s) / max(delay_s, _EPSILON_S))))
 
-    def _plan_serving(self, serving: Engine, now_s: float) -> float:
+    def _plan_serving(self, serving: SimEngine, now_s: float) -> float:
         """Admit what fits; how many steps until its batch changes."""
         page_tokens = self.serving_page_tokens
         may_use = self.usable_pages * page_tokens
@@ -483,7 +483,7 @@ class Device:
             steps = max(1.0, min(steps, serving.steps_to_finish(), free // serving.running))
         return min(steps, 4.0) if missing > 0 else steps
 
-    def _plan_rollout(self, rollout: Engine, beside_serving: bool, now_s: float) -> float:
+    def _plan_rollout(self, rollout: SimEngine, beside_serving: bool, now_s: float) -> float:
         """Admission by memory and by slack; steps until its batch changes, 0 when it may not or need not run."""
         budget = rollout.budget_tokens = self.rollout_budget_tokens
         used = rollout.used_tokens

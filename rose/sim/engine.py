@@ -1,11 +1,11 @@
 """One inference engine: a continuous batch, chunked prefill, KV memory and a prefix cache.  No time in here.
 
 ``rose.sim.device`` decides how many steps run and how long they take; this module says what a step holds
-(:meth:`Engine.shape`) and what ``count`` equal steps did (:meth:`Engine.advance`).  Requests that decode all move one
+(:meth:`SimEngine.shape`) and what ``count`` equal steps did (:meth:`SimEngine.advance`).  Requests that decode all move one
 token per step, so a step counter ``k`` and a heap of the counts at which requests end replace a loop over tokens.
 
-Invariants (:meth:`Engine.check`): ``used_tokens`` is the sum over admitted requests; a request has produced at most its
-target; cached and used tokens together stay within the budget (after :meth:`Engine.shrink`).
+Invariants (:meth:`SimEngine.check`): ``used_tokens`` is the sum over admitted requests; a request has produced at most its
+target; cached and used tokens together stay within the budget (after :meth:`SimEngine.shrink`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Request:
         return min(self.target, 1 + int(k - self.join_k + 1e-6))
 
 
-class Engine:
+class SimEngine:
     """See the module.  ``budget_tokens`` bounds used and cached tokens; a prefix is found by whole blocks of ``block_tokens``.
     ``attention_s``: what a prompt token takes for each token before it, on top of ``model``."""
 

@@ -52,7 +52,7 @@ class EventQueue:
         self.num_events += count
 
 
-class Journal:
+class EventDigest:
     """One line per decision: kept as a running digest, and in a file when one is asked for."""
 
     def __init__(self, path: Path | None = None, *, digest: bool = True) -> None:

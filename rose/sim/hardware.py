@@ -15,7 +15,7 @@ from rose.policy.admission import StepModel
 from rose.sim.systems import SYSTEMS
 from rose.sim.tables import (
     GB,
-    Model,
+    ModelSpec,
     attention_s,
     find_device,
     find_model,
@@ -84,12 +84,12 @@ class Hardware:
             self._scenario.serving.profile, self.serving_model, self._scenario.fleet.serving_gpus
         )
 
-    def _attention(self, profile: Path | None, model: Model, num_gpus: int) -> float:
+    def _attention(self, profile: Path | None, model: ModelSpec, num_gpus: int) -> float:
         if profile is not None:
             return 0.0
         return attention_s(self.gpu, model, num_gpus, compute_efficiency=self._scenario.efficiency.compute)
 
-    def _steps(self, profile: Path | None, model: Model, num_gpus: int) -> StepModel:
+    def _steps(self, profile: Path | None, model: ModelSpec, num_gpus: int) -> StepModel:
         if profile is not None:
             return load_profile(profile).step_model()
         e = self._scenario.efficiency

@@ -5,7 +5,7 @@ time, at most ``alpha`` versions ahead of what is trained.  Batches, leases and 
 :class:`rose.policy.samples.SampleBook`'s.  Under DAPO a group whose rewards are all alike is thrown away and replaced; as
 many are started as the running share of usable groups calls for.
 
-With ``job.streamed`` the trainer works on groups as they end (:meth:`Job._trained_s`), and what is left when the batch is complete is
+With ``job.streamed`` the trainer works on groups as they end (:meth:`SimJob._trained_s`), and what is left when the batch is complete is
 the last of them.
 
 Where trajectories hold slots (:class:`rose.sim.systems.System`), no more of them are under way than the engines have slots.
@@ -34,11 +34,11 @@ from rose.policy.samples import (
     TrajectoryFinished,
 )
 from rose.policy.staleness import worst_lag
-from rose.sim.cluster import Cluster
-from rose.sim.events import EventQueue, Journal
+from rose.sim.cluster import SimCluster
+from rose.sim.events import EventDigest, EventQueue
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
-from rose.sim.tables import Device, Model
+from rose.sim.tables import GpuSpec, ModelSpec
 from rose.sim.workload import Script, make_script, rewards_differ
 
 TRAIN_FLOPS_PER_PARAM = 8.0
@@ -47,7 +47,7 @@ _EWMA = 0.2
 
 
 @dataclass(kw_only=True, slots=True)
-class Step:
+class SimStep:
     """One RL step, times in seconds of the run; ``ready_s``: the batch was complete, ``trained_s``: the optimiser was."""
 
     number: int
@@ -105,7 +105,7 @@ class Hooks:
         return 0.0
 
 
-class Job:
+class SimJob:
     """See the module.  ``prefix``: of its trajectories' names, which are unique among all jobs."""
 
     def __init__(
@@ -113,10 +113,10 @@ class Job:
         scenario: Scenario,
         system: System,
         queue: EventQueue,
-        journal: Journal,
+        journal: EventDigest,
         hooks: Hooks,
-        model: Model,
-        gpu: Device,
+        model: ModelSpec,
+        gpu: GpuSpec,
         params: SampleParams,
         name: str,
         prefix: str,
@@ -127,12 +127,12 @@ class Job:
         self.config = scenario.job
         self.queue, self.journal, self.hooks = queue, journal, hooks
         self.model, self.gpu = model, gpu
-        self.cluster: Cluster
+        self.cluster: SimCluster
         self.asynchronous = system.training == "async"
         self.book = SampleBook(params=params)
         self.params = params.of(name)
         self.version: Version = (0, 0)
-        self.steps: list[Step] = []
+        self.steps: list[SimStep] = []
         self.done = False
         self._running: dict[str, _Trajectory] = {}
         self._waiting: deque[_Trajectory] = deque()
@@ -168,7 +168,7 @@ class Job:
         if limit is not None and number >= limit:
             self.done = True
             return
-        self.steps.append(Step(number=number, start_s=now_s))
+        self.steps.append(SimStep(number=number, start_s=now_s))
         sampled = self.cluster.counters.sampled
         self._sampled_before = dict(sampled)
         self.journal.write(now_s, "step", number)
@@ -402,7 +402,7 @@ class Job:
             end_s = max(end_s, complete_s) + token_s * num_tokens
         return end_s
 
-    def _trained(self, now_s: float, step: Step) -> None:
+    def _trained(self, now_s: float, step: SimStep) -> None:
         self._training = False
         self._trainer_free_s = step.trained_s = now_s
         for action in self.book.handle(BatchAcked(batch_id=f"b{step.number}", step=step.number, attempt=0)):

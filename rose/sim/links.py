@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rose.sim.scenario import LinksSection
 from rose.sim.systems import BYTES_PER_CHANGE, System
-from rose.sim.tables import Model
+from rose.sim.tables import ModelSpec
 
 BITS = 8.0
 
@@ -26,7 +26,7 @@ class Transfer:
     relay_bytes: float
 
 
-def update_bytes(system: System, model: Model, changed_fraction: float) -> float:
+def update_bytes(system: System, model: ModelSpec, changed_fraction: float) -> float:
     """One update, once."""
     if system.format == "full":
         return model.weight_bytes
@@ -35,7 +35,7 @@ def update_bytes(system: System, model: Model, changed_fraction: float) -> float
 
 def transfer(
     system: System,
-    model: Model,
+    model: ModelSpec,
     links: LinksSection,
     num_extra: int,
     changed_fraction: float,

@@ -99,7 +99,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class PlanCell:
     """One stretch at one headroom, on one draw of requests or several."""
 
     window: str
@@ -144,13 +144,13 @@ class Swing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CapacityPlan:
     """All that the page says; see :func:`rose.sim.plan_page.write_plan`."""
 
     scenario: Scenario
     traffic: Traffic
-    sweep: tuple[Cell, ...]
-    judged: tuple[Cell, ...]
+    sweep: tuple[PlanCell, ...]
+    judged: tuple[PlanCell, ...]
     """The recommended headroom, on fresh requests; one per window, quietest first."""
     headroom: float
     fresh: int
@@ -212,7 +212,7 @@ class Plan:
         return min(ends), max(ends)
 
 
-class Pool:
+class ProcessPool:
     """Tasks on all cores; with one worker, in this process.  A context manager: leaving it ends the workers, and they end by themselves
     when this process is gone."""
 
@@ -223,7 +223,7 @@ class Pool:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -280,7 +280,7 @@ def make_plan(
     price: float = GPU_HOUR_PRICE,
     progress: Callable[[float, str], None] = lambda share, what: None,
     workers: int | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """See the module.
 
     Args:
@@ -289,13 +289,17 @@ def make_plan(
     Raises:
         ConfigError: The fleet cannot exist, or could not have served such traffic, or the cells are too short to judge a request.
     """
-    with Pool(workers) as pool:
+    with ProcessPool(workers) as pool:
         return _make_plan(scenario, traffic, price, progress, pool)
 
 
 def _make_plan(
-    scenario: Scenario, traffic: Traffic, price: float, progress: Callable[[float, str], None], pool: Pool
-) -> Plan:
+    scenario: Scenario,
+    traffic: Traffic,
+    price: float,
+    progress: Callable[[float, str], None],
+    pool: ProcessPool,
+) -> CapacityPlan:
     cells = scenario.cells
     if cells.seconds <= SETTLE_S:
         raise ConfigError(
@@ -359,7 +363,7 @@ def _make_plan(
         tasks += [task("rose", window, seed, headroom) for headroom in HEADROOMS]
     results = run(tasks, "which headroom")
     yardstick, results = yardstick_of(results[:num_sizes]), results[num_sizes:]
-    sweep: list[Cell] = []
+    sweep: list[PlanCell] = []
     for number, window in enumerate(WINDOWS):
         alone, *with_rose = results[number * (1 + len(HEADROOMS)) :][: 1 + len(HEADROOMS)]
         for headroom, rose in zip(HEADROOMS, with_rose, strict=True):
@@ -374,7 +378,7 @@ def _make_plan(
         for system in ("rose", "fixed_async")
     ]
     results = run(tasks, "on fresh requests")
-    judged: list[Cell] = []
+    judged: list[PlanCell] = []
     for number, window in enumerate(WINDOWS):
         mine = results[number * 2 * fresh :][: 2 * fresh]
         pairs = list(zip(mine[::2], mine[1::2], strict=True))
@@ -415,7 +419,7 @@ def _make_plan(
             base_worth, base_curve = worth, curve
     all_gpus = float(np.mean(serving)) * scenario.fleet.serving_gpus
     swings = swings_of(varied, shown, base_worth, None if gpus is None else float(np.mean(gpus)), all_gpus)
-    return Plan(
+    return CapacityPlan(
         scenario=scenario,
         traffic=traffic,
         sweep=tuple(sweep),
@@ -476,7 +480,7 @@ def draws(scenario: Scenario, traffic: Traffic, starts: Mapping[str, float]) -> 
     return math.ceil(min(FRESH[1], max(FRESH[0], wanted)))
 
 
-def recommend(cells: Iterable[Cell]) -> float:
+def recommend(cells: Iterable[PlanCell]) -> float:
     """The headroom to lend with: of those that seem safe the one that harvests most; the safest where none does.  One of which no
     request was judged does not."""
     shares: dict[float, list[float]] = {}
@@ -495,7 +499,7 @@ def recommend(cells: Iterable[Cell]) -> float:
     return max(headroom for headroom in safe if harvest[headroom] >= SAME_WORTH * most)
 
 
-def verdict_of(judged: Iterable[Cell]) -> Verdict:
+def verdict_of(judged: Iterable[PlanCell]) -> Verdict:
     """Each stretch must be safe by itself, and all together have requests enough to show one in ``1 / SAFE_EXTRA``."""
     known = [cell.misses for cell in judged if cell.misses.num]
     if any(misses.low is not None and misses.low > SAFE_EXTRA for misses in known):
@@ -545,7 +549,7 @@ def cell_of(
     pairs: Sequence[tuple[CellResult, CellResult]],
     yardstick: Yardstick,
     scenario: Scenario,
-) -> Cell:
+) -> PlanCell:
     """Of (with ROSE, alone) on the same requests, one pair or several."""
 
     def p99_ms(which: int, name: str) -> float:
@@ -556,7 +560,7 @@ def cell_of(
     most = time_left(scenario, own) * gpu_ratio(scenario)
     worths = [worth for rose, _ in pairs if (worth := worth_of(rose, yardstick)) is not None]
     num = sum(alone.requests for _, alone in pairs)
-    return Cell(
+    return PlanCell(
         window=window,
         headroom=headroom,
         load=float(np.mean([rose.load for rose, _ in pairs])),

@@ -19,7 +19,7 @@ from rose.sim.metrics_source import MAX_ENGINES, read_scrapes, traffic_of
 from rose.sim.plan import GPU_HOUR_PRICE, make_plan
 from rose.sim.plan_page import write_plan
 from rose.sim.plan_words import document, text
-from rose.sim.prometheus import Asked, read_prometheus
+from rose.sim.prometheus import PrometheusQuery, read_prometheus
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
 from rose.sim.traffic import Traffic, from_trace, generated
@@ -114,7 +114,7 @@ def plan(
         asked = None
         if prometheus is not None:
             token = "" if prometheus_token_file is None else read_token(prometheus_token_file)
-            asked = Asked(
+            asked = PrometheusQuery(
                 url=prometheus, end_s=moment(end), hours=hours, step_s=step, match=match, token=token
             )
         traffic = read_traffic(
@@ -140,7 +140,7 @@ def read_traffic(
     config: Scenario,
     engines: int | None,
     *,
-    asked: Asked | None = None,
+    asked: PrometheusQuery | None = None,
     scrapes: Path | None = None,
     trace: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,

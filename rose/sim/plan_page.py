@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from rose.evaluation.charts import Band, Range, Series, legend, line_chart, linear_axis, tornado
-from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, Plan, Verdict
+from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, CapacityPlan, Verdict
 from rose.sim.plan_words import (
     NAMES,
     NONE_JUDGED,
@@ -31,7 +31,7 @@ from rose.sim.worth import LOADED
 CSS = dict(zip(WINDOWS, ("dedicated", "production", "harvested"), strict=True))
 
 
-def write_plan(plan: Plan, directory: Path) -> list[Path]:
+def write_plan(plan: CapacityPlan, directory: Path) -> list[Path]:
     """``plan.html`` and ``plan.json``, each replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / "plan.html", directory / "plan.json"]
@@ -42,7 +42,7 @@ def write_plan(plan: Plan, directory: Path) -> list[Path]:
     return paths
 
 
-def render(plan: Plan) -> str:
+def render(plan: CapacityPlan) -> str:
     """The page; nothing in it is fetched from elsewhere."""
     fleet, serving = plan.scenario.fleet, plan.scenario.serving
     style = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def render(plan: Plan) -> str:
     )
 
 
-def _tiles(plan: Plan) -> str:
+def _tiles(plan: CapacityPlan) -> str:
     misses, busy = plan.misses, plan.judged[-1]
     fleet = plan.scenario.fleet
     tiles: list[tuple[str, str, str, str]] = []
@@ -198,7 +198,7 @@ def _tiles(plan: Plan) -> str:
     )
 
 
-def _over_time(plan: Plan, *, load: bool) -> str:
+def _over_time(plan: CapacityPlan, *, load: bool) -> str:
     in_hours = plan.traffic.span_s > 2 * 3600
     unit_s, unit = (3600.0, "hours") if in_hours else (60.0, "minutes")
     values = plan.load if load or plan.gpus is None else plan.gpus
@@ -224,7 +224,7 @@ def _over_time(plan: Plan, *, load: bool) -> str:
     )
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: CapacityPlan) -> str:
     def worth(value: float | None) -> str:
         return f"<td>{value:.2f}</td>" if plan.lends and value is not None else ""
 
@@ -250,7 +250,7 @@ def _table(plan: Plan) -> str:
     )
 
 
-def _risks(plan: Plan) -> str:
+def _risks(plan: CapacityPlan) -> str:
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
 
@@ -266,7 +266,7 @@ def _risks(plan: Plan) -> str:
     )
 
 
-def _headroom_risks(plan: Plan) -> str:
+def _headroom_risks(plan: CapacityPlan) -> str:
     def share(headroom: float, window: str) -> str:
         found = [cell for cell in plan.sweep if (cell.headroom, cell.window) == (headroom, window)]
         late = found[0].misses.share
@@ -282,7 +282,7 @@ def _headroom_risks(plan: Plan) -> str:
     return f'<div class="scroll"><table><tr><th>headroom</th>{head}</tr>{rows}</table></div>'
 
 
-def _worth_explained(plan: Plan) -> str:
+def _worth_explained(plan: CapacityPlan) -> str:
     cells, job, curve = plan.scenario.cells, plan.scenario.job, plan.yardstick
     curve_points = ", ".join(
         f"{tokens_s:,.0f} tokens/s on {engines}"
@@ -301,7 +301,7 @@ def _worth_explained(plan: Plan) -> str:
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
-def _tornado(plan: Plan) -> str:
+def _tornado(plan: CapacityPlan) -> str:
     rows = [
         Range(
             label=swing.assumption.name,
@@ -339,7 +339,7 @@ def _tornado(plan: Plan) -> str:
     )
 
 
-def _headrooms(plan: Plan) -> str:
+def _headrooms(plan: CapacityPlan) -> str:
     engines = plan.scenario.fleet.serving * plan.scenario.fleet.rollout_gpus
     series = [
         Series(
@@ -363,7 +363,7 @@ def _headrooms(plan: Plan) -> str:
     return chart + legend([(CSS[window], NAMES[window]) for window in WINDOWS])
 
 
-def _basis(plan: Plan) -> str:
+def _basis(plan: CapacityPlan) -> str:
     scenario, traffic = plan.scenario, plan.traffic
     fleet, job = scenario.fleet, scenario.job
     engines = f"{traffic.num_engines:.4g}" + (

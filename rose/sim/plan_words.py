@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rose.sim.plan import ENOUGH, SAFE_EXTRA, Cell, Plan, Swing, Verdict
+from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, Swing, Verdict
 from rose.sim.traffic import Traffic
 from rose.sim.worth import LOADED
 
@@ -19,7 +19,7 @@ ALONE_MISSED = 0.01
 """Where production by itself misses more of its limits than this, they may not be the fleet's own."""
 
 
-def answer(plan: Plan) -> tuple[str, str]:
+def answer(plan: CapacityPlan) -> tuple[str, str]:
     """The recommendation, and why; a worth is stated with the first one alone."""
     if plan.lends:
         assert plan.mean_gpus is not None
@@ -57,7 +57,7 @@ def answer(plan: Plan) -> tuple[str, str]:
     return "nothing to gain as assumed", "the job samples no more with production's engines than without them"
 
 
-def text(plan: Plan) -> str:
+def text(plan: CapacityPlan) -> str:
     """The answer in a few lines, for the terminal."""
     fleet, misses = plan.scenario.fleet, plan.misses
     what, why = answer(plan)
@@ -81,7 +81,7 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def warnings(plan: Plan) -> list[str]:
+def warnings(plan: CapacityPlan) -> list[str]:
     """What makes the data less than it seems."""
     traffic, found = plan.traffic, list[str]()
     if traffic.is_measured and not traffic.knows_engines:
@@ -94,7 +94,7 @@ def warnings(plan: Plan) -> list[str]:
     return found
 
 
-def matters_most(plan: Plan) -> str:
+def matters_most(plan: CapacityPlan) -> str:
     """The assumption that moves the answer most: its worth, or the risk where no worth is stated.  Empty where none does."""
     if plan.lends and plan.swings:
         one = plan.swings[0]
@@ -122,13 +122,13 @@ def _added_width(swing: Swing) -> float:
     return abs((swing.high_added or 0.0) - (swing.low_added or 0.0))
 
 
-def in_flight(plan: Plan) -> int:
+def in_flight(plan: CapacityPlan) -> int:
     """Trajectories of the job in one cell."""
     cells = plan.scenario.cells
     return cells.in_flight_per_engine * (cells.serving + cells.dedicated)
 
 
-def document(plan: Plan) -> dict[str, Any]:
+def document(plan: CapacityPlan) -> dict[str, Any]:
     """``{"schema", "summary", "details"}``; sizes in the names.  What a harvest is worth is null unless lending is recommended."""
     misses, busy = plan.misses, plan.judged[-1]
     low, high = plan.range_gpus or (None, None)
@@ -203,7 +203,7 @@ def document(plan: Plan) -> dict[str, Any]:
     return {"schema": 3, "summary": summary, "details": details}
 
 
-def measure_next(plan: Plan) -> list[str]:
+def measure_next(plan: CapacityPlan) -> list[str]:
     """What would narrow the answer most, the most first."""
     traffic, found = plan.traffic, list[str]()
     if not traffic.is_measured:
@@ -254,7 +254,7 @@ def measure_next(plan: Plan) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def far_off(plan: Plan) -> list[str]:
+def far_off(plan: CapacityPlan) -> list[str]:
     """Where the simulated fleet, without rollouts, is not the fleet that was read."""
     lines: list[str] = []
     for kind, name in (("ttft", "first token"), ("tpot", "between tokens")):
@@ -281,13 +281,13 @@ def _covered(traffic: Traffic) -> str:
     )
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
-    row = {name: getattr(cell, name) for name in Cell.__dataclass_fields__ if name != "misses"}
+def _cell(cell: PlanCell) -> dict[str, Any]:
+    row = {name: getattr(cell, name) for name in PlanCell.__dataclass_fields__ if name != "misses"}
     misses = cell.misses
     return {**row, "requests": misses.num, "late_only_with": misses.added, "late_only_without": misses.mended}
 
 
-def _added(plan: Plan) -> str:
+def _added(plan: CapacityPlan) -> str:
     misses = plan.misses
     if misses.share is None or misses.high is None:
         return NONE_JUDGED
@@ -298,7 +298,7 @@ def sentence(words: str) -> str:
     return words[0].upper() + words[1:] + "."
 
 
-def p99(cell: Cell, kind: str) -> str:
+def p99(cell: PlanCell, kind: str) -> str:
     alone, with_rollouts = getattr(cell, f"alone_{kind}_p99_ms"), getattr(cell, f"{kind}_p99_ms")
     return f"{alone:.0f} -> {with_rollouts:.0f} ms"
 

@@ -43,7 +43,7 @@ MIN_STEP_S = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PrometheusQuery:
     """What to ask for.
 
     Raises:
@@ -86,7 +86,9 @@ class Asked:
             )
 
 
-def read_prometheus(asked: Asked, progress: Callable[[float], None] = lambda share: None) -> Metered:
+def read_prometheus(
+    asked: PrometheusQuery, progress: Callable[[float], None] = lambda share: None
+) -> Metered:
     """
     Raises:
         ConfigError: The server refuses, or has no such series.
@@ -95,7 +97,7 @@ def read_prometheus(asked: Asked, progress: Callable[[float], None] = lambda sha
     return asyncio.run(_read(asked, progress))
 
 
-async def _read(asked: Asked, progress: Callable[[float], None]) -> Metered:
+async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Metered:
     step, where = f"{asked.step_s}s", f"{{{asked.match}}}"
     whole = f"{int(asked.hours * 3600)}s"
     over_time = {
@@ -158,7 +160,7 @@ async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict
     return result
 
 
-def _metered(asked: Asked, answers: dict[str, list[Any]]) -> Metered:
+def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
     source = f"{asked.url}, {asked.hours:g} h to {asked.end_s:.0f}"
     metered = Metered(source=source, asked_s=int(asked.hours * 3600 / asked.step_s) * asked.step_s)
     requests = _points(answers["requests"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from rose.evaluation.charts import Series, bar_chart, legend, line_chart, linear_axis
 from rose.sim.summary import COLUMNS, Row, percentiles_over_time, summarize
-from rose.sim.world import RunResult
+from rose.sim.world import SimResult
 
 PARTS = (
     ("rollout", "rollout", "rollout_s"),
@@ -23,7 +23,7 @@ PARTS = (
 COLOURS = ("production", "harvested", "dedicated", "policy", "lent", "pressure", "again", "slo")
 
 
-def document(runs: Sequence[RunResult], extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def document(runs: Sequence[SimResult], extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """``{"schema", "summary", "details"}``; the summary's keys are ``system.metric``."""
     rows = {run.system.name: summarize(run) for run in runs}
     base = runs[0].scenario.baseline or runs[0].system.name
@@ -48,7 +48,7 @@ def document(runs: Sequence[RunResult], extra: dict[str, Any] | None = None) -> 
 
 
 def write_reports(
-    runs: Sequence[RunResult], directory: Path, window: tuple[float, float] | None
+    runs: Sequence[SimResult], directory: Path, window: tuple[float, float] | None
 ) -> list[Path]:
     """All four files, each replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_reports(
     return paths
 
 
-def chrome_trace(runs: Sequence[RunResult], window: tuple[float, float] | None) -> dict[str, Any]:
+def chrome_trace(runs: Sequence[SimResult], window: tuple[float, float] | None) -> dict[str, Any]:
     """Trace Event Format: steps as spans, fleet counts as counters; opens in Perfetto or chrome://tracing."""
     low, high = window or (0.0, float("inf"))
     events: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def chrome_trace(runs: Sequence[RunResult], window: tuple[float, float] | None) 
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def render(runs: Sequence[RunResult]) -> str:
+def render(runs: Sequence[SimResult]) -> str:
     """The page; nothing in it is fetched from elsewhere."""
     scenario = runs[0].scenario
     doc = document(runs)
@@ -139,7 +139,7 @@ def render(runs: Sequence[RunResult]) -> str:
     )
 
 
-def _tiles(runs: Sequence[RunResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
+def _tiles(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
     tiles: list[str] = []
     for run in runs:
         name = run.system.name
@@ -153,7 +153,7 @@ def _tiles(runs: Sequence[RunResult], rows: dict[str, Row], speedups: dict[str, 
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _step_chart(runs: Sequence[RunResult], rows: dict[str, Row]) -> str:
+def _step_chart(runs: Sequence[SimResult], rows: dict[str, Row]) -> str:
     stacks = [
         Series(
             name=label,
@@ -176,7 +176,7 @@ def _step_chart(runs: Sequence[RunResult], rows: dict[str, Row]) -> str:
     return chart + legend([(css, label) for css, label, _ in PARTS])
 
 
-def _slo_chart(runs: Sequence[RunResult], kind: str) -> str:
+def _slo_chart(runs: Sequence[SimResult], kind: str) -> str:
     series: list[Series] = []
     entries: list[tuple[str, str]] = []
     scenario = runs[0].scenario
@@ -197,7 +197,7 @@ def _slo_chart(runs: Sequence[RunResult], kind: str) -> str:
     return line_chart(series, x, y, title=f"P99 {kind.upper()}", dots=False) + legend(entries)
 
 
-def _turns_chart(runs: Sequence[RunResult]) -> str:
+def _turns_chart(runs: Sequence[SimResult]) -> str:
     series: list[Series] = []
     entries: list[tuple[str, str]] = []
     duration_s = max(run.duration_s for run in runs)
@@ -213,7 +213,7 @@ def _turns_chart(runs: Sequence[RunResult]) -> str:
     return line_chart(series, x, y, title="Turns on extra engines", dots=False) + legend(entries)
 
 
-def _table(runs: Sequence[RunResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
+def _table(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
     head = "".join(f"<th>{escape(run.system.name)}</th>" for run in runs)
     body = [_line("speed-up", [speedups[run.system.name] for run in runs])]
     body.extend(

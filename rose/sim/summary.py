@@ -10,7 +10,7 @@ import numpy as np
 
 from rose.evaluation.statistics import percentile
 from rose.sim.arrivals import Floats
-from rose.sim.world import RunResult
+from rose.sim.world import SimResult
 
 Number = float | int | None
 Row = dict[str, Number]
@@ -42,7 +42,7 @@ COLUMNS: dict[str, str] = {
 }
 
 
-def summarize(run: RunResult) -> Row:
+def summarize(run: SimResult) -> Row:
     """One row; None = nothing was measured."""
     steps, counters = run.steps, run.counters
     num = len(steps)
@@ -150,7 +150,7 @@ def compare_misses(
     """Request by request, over one window.
 
     Args:
-        late, alone: Number -> arrival of the requests that missed a limit (``RunResult.late``), with and without rollouts.
+        late, alone: Number -> arrival of the requests that missed a limit (``SimResult.late``), with and without rollouts.
         arrived_s: Of all requests.
         end_s: Of the shorter of the two runs.
         begin_s: Requests before it are not judged.
@@ -166,7 +166,7 @@ def compare_misses(
     )
 
 
-def _missed(run: RunResult) -> float:
+def _missed(run: SimResult) -> float:
     if not run.ttft_s:
         return math.nan
     serving = run.scenario.serving

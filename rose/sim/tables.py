@@ -21,7 +21,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class GpuSpec:
     """One GPU: memory in bytes, its bandwidth in bytes/s, dense bf16 operations/s, bytes/s to its peers in one direction."""
 
     name: str
@@ -33,7 +33,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
+class ModelSpec:
     """A dense decoder with grouped-query attention, in bf16."""
 
     name: str
@@ -56,8 +56,8 @@ class Model:
 
 def make_device(
     name: str, memory_gb: float, tb_s: float, tflops: float, link_gb_s: float, source: str
-) -> Device:
-    return Device(
+) -> GpuSpec:
+    return GpuSpec(
         name=name,
         memory_bytes=int(memory_gb * GB),
         bandwidth_bytes_s=tb_s * 1e12,
@@ -76,8 +76,8 @@ def make_model(
     hidden: int,
     source: str,
     head_dim: int = 128,
-) -> Model:
-    return Model(
+) -> ModelSpec:
+    return ModelSpec(
         name=name,
         num_params=billions * 1e9,
         num_layers=layers,
@@ -118,7 +118,7 @@ MODELS = {
 }
 
 
-def find_device(name: str, field: str, own: Mapping[str, Device] | None = None) -> Device:
+def find_device(name: str, field: str, own: Mapping[str, GpuSpec] | None = None) -> GpuSpec:
     """A device of the table above, or of the scenario's ``own``.
 
     Raises:
@@ -131,7 +131,7 @@ def find_device(name: str, field: str, own: Mapping[str, Device] | None = None) 
     return known[name]
 
 
-def find_model(name: str, field: str, own: Mapping[str, Model] | None = None) -> Model:
+def find_model(name: str, field: str, own: Mapping[str, ModelSpec] | None = None) -> ModelSpec:
     """The same for models."""
     known = {**MODELS, **(own or {})}
     if name not in known:
@@ -141,8 +141,8 @@ def find_model(name: str, field: str, own: Mapping[str, Model] | None = None) ->
 
 
 def step_model(
-    device: Device,
-    model: Model,
+    device: GpuSpec,
+    model: ModelSpec,
     num_gpus: int,
     *,
     compute_efficiency: float,
@@ -170,7 +170,7 @@ def step_model(
 
 
 def all_reduce_s(
-    device: Device, model: Model, num_gpus: int, *, link_efficiency: float, latency_s: float
+    device: GpuSpec, model: ModelSpec, num_gpus: int, *, link_efficiency: float, latency_s: float
 ) -> tuple[float, float]:
     """What tensor parallel adds: seconds of each step, and of each token in it.
 
@@ -185,7 +185,7 @@ def all_reduce_s(
     return num * latency_s, num * sent_bytes / (device.link_bytes_s * link_efficiency)
 
 
-def attention_s(device: Device, model: Model, num_gpus: int, *, compute_efficiency: float) -> float:
+def attention_s(device: GpuSpec, model: ModelSpec, num_gpus: int, *, compute_efficiency: float) -> float:
     """Seconds for one prompt token to attend to one token before it, in all layers.
 
     Its query times that key and its weight times that value: two products of ``heads x head_dim``, two operations each, so

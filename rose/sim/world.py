@@ -22,12 +22,12 @@ from rose.policy import turn_events as te
 from rose.policy.coserving.timing import is_late
 from rose.policy.worker import Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
-from rose.sim.cluster import JOB, Cluster, Counters
-from rose.sim.device import Device
-from rose.sim.engine import Engine, Request
-from rose.sim.events import EventQueue, Journal
+from rose.sim.cluster import JOB, Counters, SimCluster
+from rose.sim.device import SimDevice
+from rose.sim.engine import Request, SimEngine
+from rose.sim.events import EventDigest, EventQueue
 from rose.sim.hardware import Hardware
-from rose.sim.job import Hooks, Job, Step
+from rose.sim.job import Hooks, SimJob, SimStep
 from rose.sim.links import transfer
 from rose.sim.live import Configs, configs_of
 from rose.sim.scenario import Scenario
@@ -55,7 +55,7 @@ class FleetState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class LaneSpan:
     """One event of the Chrome trace: a span on a lane."""
 
     lane: str
@@ -65,19 +65,19 @@ class Mark:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunResult:
+class SimResult:
     """Everything one system did."""
 
     system: System
     scenario: Scenario
     seed: int
     duration_s: float
-    steps: list[Step]
+    steps: list[SimStep]
     counters: Counters
     ttft_s: list[tuple[float, float]]
     tpot_s: list[tuple[float, float]]
     samples: list[FleetState]
-    marks: list[Mark]
+    marks: list[LaneSpan]
     late: dict[int, float]
     """Number of each request of production that missed a limit -> when it came; numbers are the same in all systems of a scenario."""
     arrived_s: Floats
@@ -93,18 +93,18 @@ class RunResult:
     digest: str = ""
     cpu_s: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    job_steps: dict[str, list[Step]] = field(default_factory=lambda: dict[str, list[Step]]())
+    job_steps: dict[str, list[SimStep]] = field(default_factory=lambda: dict[str, list[SimStep]]())
     """By job; ``steps`` is the first one's."""
     num_switches: int = 0
     """Of shared engines from one job to another."""
 
 
-class World(Hooks):
+class SimWorld(Hooks):
     def __init__(
         self,
         scenario: Scenario,
         system: System,
-        journal: Journal,
+        journal: EventDigest,
         arrivals: Arrivals | None,
         configs: Configs | None = None,
     ) -> None:
@@ -124,10 +124,10 @@ class World(Hooks):
             raise ConfigError(
                 f"{system.name} has not been tried with several jobs", field="num_jobs", fix="num_jobs = 1"
             )
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, SimJob] = {}
         for index in range(scenario.num_jobs):
             name = f"{JOB}{index}" if several else JOB
-            self.jobs[name] = Job(
+            self.jobs[name] = SimJob(
                 scenario,
                 system,
                 self.queue,
@@ -146,10 +146,12 @@ class World(Hooks):
         def is_training(name: str) -> bool:
             return name in self.jobs and self.jobs[name].book.is_training(name)
 
-        self.cluster = Cluster(scenario, system, self.queue, journal, self._turn_ended, is_training, configs)
+        self.cluster = SimCluster(
+            scenario, system, self.queue, journal, self._turn_ended, is_training, configs
+        )
         for job in self.jobs.values():
             job.cluster = self.cluster
-        self.serving_devices: list[Device] = []
+        self.serving_devices: list[SimDevice] = []
         self.extra: list[str] = []
         self.samples: list[FleetState] = []
         self.relay_bytes = 0.0
@@ -162,20 +164,20 @@ class World(Hooks):
 
     # --- building --------------------------------------------------------------------------------------
 
-    def _rollout_engine(self, num_gpus: int) -> Engine:
-        return Engine(
+    def _rollout_engine(self, num_gpus: int) -> SimEngine:
+        return SimEngine(
             self.hardware.rollout_steps(num_gpus),
             self.scenario.job.chunk_tokens,
             0,
             attention_s=self.hardware.rollout_attention_s(num_gpus),
         )
 
-    def _own_device(self, name: str) -> Device:
+    def _own_device(self, name: str) -> SimDevice:
         """A device that runs rollouts only."""
         pages, page_tokens = self.hardware.rollout_pages(), self.hardware.rollout_page_tokens()
         engine = self._rollout_engine(self.scenario.fleet.rollout_gpus)
         engine.budget_tokens = int(pages * page_tokens)
-        return Device(
+        return SimDevice(
             name,
             self.queue,
             self.cluster,
@@ -185,18 +187,18 @@ class World(Hooks):
             rollout_page_tokens=page_tokens,
         )
 
-    def _serving_device(self, name: str, shared: bool) -> Device:
+    def _serving_device(self, name: str, shared: bool) -> SimDevice:
         scenario, config = self.scenario, self.scenario.serving
         node = self.configs.harvested
         assert node.serving is not None
         pages, page_tokens = self.hardware.serving_pages(shared=shared), self.hardware.serving_page_tokens()
         model = self.hardware.serving_steps()
-        return Device(
+        return SimDevice(
             name,
             self.queue,
             self.cluster,
             total_pages=pages,
-            serving=Engine(
+            serving=SimEngine(
                 model,
                 config.chunk_tokens,
                 int(pages * page_tokens),
@@ -483,7 +485,7 @@ def simulate(
     check: bool = False,
     arrivals: Arrivals | None = None,
     asynchronous: bool = False,
-) -> RunResult:
+) -> SimResult:
     """Run one system through one scenario.
 
     Args:
@@ -497,7 +499,7 @@ def simulate(
         ConfigError: An impossible fleet, an unknown name, a malformed trace.
     """
     began_s = time.process_time()
-    journal = Journal(journal_path, digest=digest)
+    journal = EventDigest(journal_path, digest=digest)
     fleet = scenario.fleet
     if arrivals is None and fleet.serving:
         arrivals = make_arrivals(scenario.serving, fleet.serving, scenario.duration_s, scenario.seed)
@@ -505,7 +507,7 @@ def simulate(
     if asynchronous:
         system = replace(system, training="async")
     with _few_collections():
-        world = World(scenario, system, journal, arrivals)
+        world = SimWorld(scenario, system, journal, arrivals)
         world.run(progress)
     if check:
         world.check()
@@ -528,7 +530,7 @@ def simulate(
         ),
     }
     gpus = scenario.num_jobs * (fleet.dedicated * fleet.rollout_gpus + fleet.trainers)
-    return RunResult(
+    return SimResult(
         system=world.system,
         scenario=scenario,
         seed=scenario.seed,
@@ -568,16 +570,16 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _marks(steps: list[Step]) -> list[Mark]:
-    marks: list[Mark] = []
+def _marks(steps: list[SimStep]) -> list[LaneSpan]:
+    marks: list[LaneSpan] = []
     for step in steps:
         marks.append(
-            Mark(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s)
+            LaneSpan(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s)
         )
         marks.append(
-            Mark(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s)
+            LaneSpan(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s)
         )
         marks.append(
-            Mark(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s)
+            LaneSpan(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s)
         )
     return marks

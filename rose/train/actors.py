@@ -23,7 +23,7 @@ from rose.train.envs.base import Task
 from rose.train.held_out import summary_of
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
-from rose.train.rollout import RolloutReport, Score
+from rose.train.rollout import HeldOutEpisode, RolloutReport
 from rose.train.room import LOOK_EVERY_S, Room
 from rose.train.train_config import RewardSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
@@ -293,7 +293,7 @@ class Actors:
             )
         except RoseError as error:
             raise EvaluationFailed(error.message, field=error.field, fix=error.fix) from error
-        scores: list[list[Score]] = list(found)
+        scores: list[list[HeldOutEpisode]] = list(found)
         played = sorted({one for part in scores for score in part for one in score.versions})
         if played and played != [version]:
             raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")

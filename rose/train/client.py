@@ -61,7 +61,7 @@ _UNCHANGED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class StartedTrajectory:
     """A trajectory that was begun.  ``key`` is all that its agent needs, and lets it chat and nothing else."""
 
     id: str
@@ -121,7 +121,7 @@ class SchedulerClient:
         task: Task,
         task_kind: str = "",
         prefill_per_decode: float | None = None,
-    ) -> Begun:
+    ) -> StartedTrajectory:
         """A new member of a group.  The last two tell the scheduler how long its turns will be: see ``rose.train.mix``."""
         body = NewTrajectory(
             job=job,
@@ -132,7 +132,7 @@ class SchedulerClient:
             prefill_per_decode=prefill_per_decode,
         )
         answer = await self._call("POST", "/rose/v1/trajectories", self._by("environment"), body)
-        return Begun(id=_field(answer, "id", str), key=_field(answer, "key", str))
+        return StartedTrajectory(id=_field(answer, "id", str), key=_field(answer, "key", str))
 
     async def chat(
         self,

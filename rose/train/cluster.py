@@ -85,7 +85,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class RayCluster:
     """A cluster that was there before the run, and stays."""
 
     address: str
@@ -94,7 +94,7 @@ class Cluster:
 
 
 @contextmanager
-def ray_for(config: TrainConfig) -> Iterator[Cluster | None]:
+def ray_for(config: TrainConfig) -> Iterator[RayCluster | None]:
     """Ray for one run: what :func:`find_cluster` finds (given to the block), or a private cluster (None) without dashboard or
     network, removed at the end.
 
@@ -175,7 +175,7 @@ def _own_environment() -> Iterator[None]:
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[Cluster]:
+def _joined(address: str) -> Iterator[RayCluster]:
     import ray
     from ray.exceptions import RayError
 
@@ -190,7 +190,7 @@ def _joined(address: str) -> Iterator[Cluster]:
         here = ray.get_runtime_context()
         mine = [process for process, arguments in raylets() if f"--node_id={here.get_node_id()}" in arguments]
         with _watched(mine, own=False):
-            yield Cluster(
+            yield RayCluster(
                 address=here.gcs_address,
                 num_nodes=len(nodes),
                 num_cpus=int(sum(node["Resources"].get("CPU", 0) for node in nodes)),

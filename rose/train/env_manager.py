@@ -19,7 +19,7 @@ from rose.train.envs.delayed import Latency
 from rose.train.envs.registry import make_family
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
-from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, Score, single_token_ids
+from rose.train.rollout import EpisodeParams, EpisodeRunner, HeldOutEpisode, RolloutReport, single_token_ids
 from rose.train.train_config import JobTask, RewardSettings, TrainConfig
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class EnvManager:
         found = await _all(runners[name].run(part) for name, part in by_task.items())
         return sum(found, RolloutReport(num_episodes=0, num_turns=0, num_retries=0))
 
-    async def evaluate(self, tasks: Sequence[tuple[str, Task]]) -> list[Score]:
+    async def evaluate(self, tasks: Sequence[tuple[str, Task]]) -> list[HeldOutEpisode]:
         """Play held-out episodes, ``(name of the task, task)``, under a job of their own."""
         job, count = eval_job(self._config), self._config.eval.episodes_per_task
         by_task: dict[str, list[Task]] = {}

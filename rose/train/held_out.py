@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rose.train.rollout import Score
+    from rose.train.rollout import HeldOutEpisode
 
 
 def pass_at_k(count: int, num_successes: int, k: int) -> float:
@@ -21,14 +21,14 @@ def pass_at_k(count: int, num_successes: int, k: int) -> float:
     return 1.0 - math.comb(count - num_successes, k) / math.comb(count, k)
 
 
-def summary_of(parts: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, Any]:
+def summary_of(parts: Sequence[Sequence[HeldOutEpisode]], ks: Sequence[int]) -> dict[str, Any]:
     """The means of an evaluation, and those of each task of a job that has several.
 
     Args:
         parts: Scores by who played them; each numbers its tasks for itself.
         ks: Of pass@k.
     """
-    by_task: dict[tuple[int, str, int], list[Score]] = {}
+    by_task: dict[tuple[int, str, int], list[HeldOutEpisode]] = {}
     for index, part in enumerate(parts):
         for score in part:
             by_task.setdefault((index, score.task_kind, score.task_index), []).append(score)
@@ -39,7 +39,7 @@ def summary_of(parts: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str,
     return {**_means(list(by_task.values()), ks), **({"tasks": of_kind} if of_kind else {})}
 
 
-def _means(tasks: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, float]:
+def _means(tasks: Sequence[Sequence[HeldOutEpisode]], ks: Sequence[int]) -> dict[str, float]:
     scores = [score for task in tasks for score in task]
     count = max(1, len(scores))
     passed = {

@@ -53,7 +53,7 @@ from rose.errors import (
     TrainError,
     Unauthorized,
 )
-from rose.train.client import Begun, SchedulerClient
+from rose.train.client import SchedulerClient, StartedTrajectory
 from rose.train.envs.base import Environment, Family, Message, Observation, Task
 from rose.train.plan import GroupPlan
 
@@ -131,7 +131,7 @@ class RolloutReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+class HeldOutEpisode:
     """One held-out episode."""
 
     task_index: int
@@ -241,7 +241,9 @@ class EpisodeRunner:
             failures=tuple((group.plan.group_id, group.failure) for group in groups if group.failure),
         )
 
-    async def evaluate(self, tasks: Sequence[Task], *, job: str, episodes_per_task: int) -> list[Score]:
+    async def evaluate(
+        self, tasks: Sequence[Task], *, job: str, episodes_per_task: int
+    ) -> list[HeldOutEpisode]:
         """Play held-out episodes that no trainer is handed.  One that keeps failing is an error, not a zero.
 
         Raises:
@@ -249,10 +251,10 @@ class EpisodeRunner:
             RoseError: The scheduler refused.
         """
 
-        async def one(index: int) -> Score:
+        async def one(index: int) -> HeldOutEpisode:
             name = f"eval-{self._params.task_kind}-{index}"
             final, num_turns, trace = await self.play(tasks[index], job=job, group_id=name)
-            return Score(
+            return HeldOutEpisode(
                 task_index=index,
                 reward=final.reward,
                 success=final.success,
@@ -286,7 +288,7 @@ class EpisodeRunner:
         async with self._slots:
             for retry in range(self._params.max_retries + 1):
                 await self._pause(retry)
-                begun: Begun | None = None
+                begun: StartedTrajectory | None = None
                 try:
                     begun = await self._create(
                         job=job,
@@ -336,7 +338,7 @@ class EpisodeRunner:
         task.add_done_callback(self._episodes.discard)
         return task
 
-    async def _create(self, **what: Any) -> Begun:
+    async def _create(self, **what: Any) -> StartedTrajectory:
         """A new trajectory.  Where the caller is cancelled before it hears the name, it is let go all the same."""
         creating = asyncio.create_task(self._client.create_trajectory(**what))
         try:

@@ -20,7 +20,7 @@ def key_of(sample: TrainingSequence) -> Key:
 
 
 @dataclass(slots=True)
-class Begun:
+class EarlyGradients:
     """What is known of the sequences that the step has begun with; see :meth:`rose.train.trainer.TorchTrainer.begin`."""
 
     proximal: dict[Key, Tensor] = field(default_factory=dict)

@@ -64,7 +64,7 @@ from rose.train.loss import (
 from rose.train.model import ComputingModel, Device, Dtype, FrozenModel, PolicyModel, local_of, whole_of
 from rose.train.protocol import TrainReport
 from rose.train.recipes import AdvantageScale, Baseline
-from rose.train.step_parts import Begun, Chosen, Totals, chosen_of, key_of, stand_in
+from rose.train.step_parts import Chosen, EarlyGradients, Totals, chosen_of, key_of, stand_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ class TorchTrainer:
         self._guard = StepGuard(params.guard)
         self._moved: list[Tensor] = []
         """By the last update."""
-        self._begun = Begun()
+        self._begun = EarlyGradients()
         self._writer = checkpoints.BackgroundWriter()
         self._step_index = 0
 
@@ -225,7 +225,7 @@ class TorchTrainer:
                     self._hold_back(probe, samples, owners, proximal, allowed, totals)
             self._policy.merge()
         self._step_index += 1
-        self._begun = Begun()
+        self._begun = EarlyGradients()
         proximal_N = torch.cat(proximal)
         behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
         if behaviour_N.numel() < proximal_N.numel():
@@ -280,7 +280,7 @@ class TorchTrainer:
 
     def forget(self) -> None:
         """What the step has begun with will not be its batch."""
-        self._begun = Begun()
+        self._begun = EarlyGradients()
         self._optimizer.zero_grad(set_to_none=True)
 
     def log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor]:

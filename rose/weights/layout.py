@@ -21,7 +21,7 @@ from rose.weights.source import Piece
 from rose.weights.spec import TensorSpec
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True):
+class HeldBoxes(msgspec.Struct, frozen=True, array_like=True):
     """One piece that a rank holds."""
 
     name: str
@@ -32,7 +32,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ShardLayout:
     """Args:
     specs: Every tensor of the model, in the order in which the ranks named them.
     owned: By rank, numbers of the claims that it publishes, ascending.
@@ -44,9 +44,9 @@ class Layout:
     shared: list[list[int]]
 
 
-def claims_of(pieces: Sequence[Piece]) -> list[Claim]:
+def claims_of(pieces: Sequence[Piece]) -> list[HeldBoxes]:
     return [
-        Claim(
+        HeldBoxes(
             piece.spec.name,
             piece.spec.dtype,
             piece.spec.shape,
@@ -56,7 +56,7 @@ def claims_of(pieces: Sequence[Piece]) -> list[Claim]:
     ]
 
 
-def assign(claims: Sequence[Sequence[Claim]]) -> Layout:
+def assign(claims: Sequence[Sequence[HeldBoxes]]) -> ShardLayout:
     """Choose an owner for every piece.
 
     Args:
@@ -95,7 +95,7 @@ def assign(claims: Sequence[Sequence[Claim]]) -> Layout:
         load_bytes[rank] += box[1] * specs[name].width_bytes
         for rank, number in ranks if len(ranks) > 1 and box[1] else ():
             shared[rank].append(number)
-    return Layout(
+    return ShardLayout(
         specs=specs,
         owned=[sorted(numbers) for numbers in owned],
         shared=[sorted(numbers) for numbers in shared],

@@ -38,7 +38,7 @@ from rose.lineage import WeightVersion
 from rose.weights import ending, layout, manifest, replicas, retention, sealed, settings, standing, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
-from rose.weights.layout import Claim
+from rose.weights.layout import HeldBoxes
 from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef
 from rose.weights.params import WeightsParams, given
 from rose.weights.ranks import Ranks, SoloRank, StoreFull, agree
@@ -137,7 +137,7 @@ class WeightPublisher:
         self._ranks: Ranks = ranks or SoloRank()
         self._lock = threading.Lock()
         self._baseline = Baseline(self._params)
-        self._claims: list[Claim] = []
+        self._claims: list[HeldBoxes] = []
         self._mine: list[int] | None = None  # numbers of the pieces that this rank publishes
         self._shared: list[int] = []  # and of those that another rank has too
         self._turns = 1

@@ -17,7 +17,7 @@ import msgspec
 
 from rose.errors import WeightsError
 from rose.weights import statehash
-from rose.weights.layout import Claim
+from rose.weights.layout import HeldBoxes
 from rose.weights.source import Piece
 
 _AT_LEAST = 8
@@ -32,7 +32,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     hash: str
 
 
-def due(claims: Sequence[Claim], shared: Sequence[int], turn: int, every: int) -> list[int]:
+def due(claims: Sequence[HeldBoxes], shared: Sequence[int], turn: int, every: int) -> list[int]:
     """Which of the ``shared`` claims are compared now: about one in ``every``, on each rank the same, and all in ``every`` turns.
 
     Args:
@@ -53,7 +53,7 @@ def turns(num_shared: int, most: int) -> int:
     return max(1, min(most, num_shared // _AT_LEAST))
 
 
-def copy_of(claim: Claim, piece: Piece, step: int) -> Copy:
+def copy_of(claim: HeldBoxes, piece: Piece, step: int) -> Copy:
     """The hash of one piece as it is now, read ``step`` elements at a time."""
     total = 0
     for start in range(0, piece.box.num_elements, step):

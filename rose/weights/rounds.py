@@ -12,7 +12,7 @@ import msgspec
 
 from rose.lineage import WeightVersion
 from rose.weights import statehash
-from rose.weights.layout import Claim
+from rose.weights.layout import HeldBoxes
 from rose.weights.manifest import SCHEMA, Base, Head, Kind, Manifest, ObjectRef, Section, TensorState
 from rose.weights.replicas import Copy
 from rose.weights.spec import TensorSpec
@@ -23,7 +23,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     published: str | None
     pending: Head | None
     damaged: bool
-    claims: list[Claim] | None
+    claims: list[HeldBoxes] | None
     """At the first publish: what this rank holds."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rose.errors import VersionRefused
 from rose.lineage import WeightVersion
-from rose.weights.layout import Claim
+from rose.weights.layout import HeldBoxes
 from rose.weights.manifest import Head, Manifest
 from rose.weights.spec import TensorSpec, differences
 
@@ -51,7 +51,7 @@ def admit(identity: WeightVersion, head: Head | None, published: WeightVersion |
             )
 
 
-def same_model(before: Sequence[Claim], now: Sequence[Claim]) -> None:
+def same_model(before: Sequence[HeldBoxes], now: Sequence[HeldBoxes]) -> None:
     """Raises VersionRefused where a rank holds other pieces than at its first publish."""
     if before == now:
         return
@@ -74,10 +74,10 @@ def same_weights(existing: Manifest, record: Manifest) -> None:
         )
 
 
-def _specs(claims: Sequence[Claim]) -> dict[str, TensorSpec]:
+def _specs(claims: Sequence[HeldBoxes]) -> dict[str, TensorSpec]:
     return {claim.name: TensorSpec(claim.name, claim.dtype, claim.shape) for claim in claims}
 
 
-def _divided(before: Sequence[Claim], now: Sequence[Claim]) -> str:
+def _divided(before: Sequence[HeldBoxes], now: Sequence[HeldBoxes]) -> str:
     moved = sorted({claim.name for claim in set(before) ^ set(now)})
     return f"{', '.join(moved[:3]) or 'their order'} is cut in another way"

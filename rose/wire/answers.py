@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 
-class Nothing(TypedDict):
+class Empty(TypedDict):
     """It is done, and there is nothing to say."""
 
 
-class Begun(TypedDict):
+class TrajectoryKey(TypedDict):
     """A trajectory that was begun."""
 
     id: str
@@ -22,18 +22,18 @@ class Begun(TypedDict):
     """A bearer token; it chats in this trajectory and does nothing else."""
 
 
-class Ended(TypedDict):
+class TrajectoryEnded(TypedDict):
     """What became of a trajectory."""
 
     id: str
     """Of the trajectory."""
     state: str
-    """As in :class:`Trace`."""
+    """As in :class:`TrajectoryTrace`."""
     reason: str
     """Why it is in it; empty: nothing special."""
 
 
-class Listed(TypedDict):
+class TrajectorySummary(TypedDict):
     """A trajectory in a list."""
 
     id: str
@@ -62,13 +62,13 @@ class Listed(TypedDict):
     """As it was begun with."""
 
 
-class Trajectories(TypedDict):
+class TrajectoryList(TypedDict):
     """Those that were asked for."""
 
-    trajectories: list[Listed]
+    trajectories: list[TrajectorySummary]
 
 
-class GroupListed(TypedDict):
+class GroupSummary(TypedDict):
     """A group in a list."""
 
     job: str
@@ -83,13 +83,13 @@ class GroupListed(TypedDict):
     """What all of them have in common."""
 
 
-class Groups(TypedDict):
+class GroupList(TypedDict):
     """Those with a trajectory that was asked for."""
 
-    groups: list[GroupListed]
+    groups: list[GroupSummary]
 
 
-class Segment(TypedDict):
+class TurnSegment(TypedDict):
     """``n`` tokens of a turn, that one engine sampled in one attempt."""
 
     worker: str
@@ -108,7 +108,7 @@ class Segment(TypedDict):
     """vLLM's ``--logprobs-mode`` of the engine."""
 
 
-class Routed(TypedDict):
+class RoutedExperts(TypedDict):
     """Which experts a span of positions was routed to."""
 
     start: int
@@ -117,7 +117,7 @@ class Routed(TypedDict):
     """A ``.npy`` file in base64."""
 
 
-class Usage(TypedDict):
+class TurnUsage(TypedDict):
     """Tokens of one turn."""
 
     prompt: int
@@ -128,7 +128,7 @@ class Usage(TypedDict):
     """Computed a second time because it moved."""
 
 
-class Timing(TypedDict):
+class TurnTiming(TypedDict):
     """Of one turn, from when it was asked for, in milliseconds."""
 
     queue_ms: float
@@ -139,7 +139,7 @@ class Timing(TypedDict):
     """Until its end."""
 
 
-class Turn(TypedDict):
+class TurnTrace(TypedDict):
     """A turn as it is recorded."""
 
     turn: int
@@ -172,10 +172,10 @@ class Turn(TypedDict):
     """``[weight version, start, tokens]``, of the output."""
     kv_mixed: bool | None
     """Did its context hold keys and values of other weights than its newest tokens?  None: an engine did not say."""
-    segments: list[Segment]
+    segments: list[TurnSegment]
     """Which engine sampled which tokens."""
-    usage: Usage
-    timing: Timing
+    usage: TurnUsage
+    timing: TurnTiming
     sampling: dict[str, Any]
     """Parameters that it was drawn with."""
     constraints: tuple[str, ...]
@@ -186,11 +186,11 @@ class Turn(TypedDict):
     """Of this turn; None: none was given."""
     branch_reward: float | None
     """Of the branch that it ends; None: none was given."""
-    routed_experts: NotRequired[list[Routed]]
+    routed_experts: NotRequired[list[RoutedExperts]]
     """Where recorded: which experts each position was routed to."""
 
 
-class Trace(TypedDict):
+class TrajectoryTrace(TypedDict):
     """A trajectory, with every token of every turn."""
 
     id: str
@@ -222,12 +222,12 @@ class Trace(TypedDict):
     """None: nobody said."""
     info: Any
     """What its environment said at its end."""
-    turns: list[Turn]
+    turns: list[TurnTrace]
     branches: list[int]
     """The last turn of each branch."""
 
 
-class Token(TypedDict):
+class BranchToken(TypedDict):
     """A token of a branch; what was not sampled has no more than its id and text."""
 
     id: int
@@ -258,19 +258,19 @@ class Branch(TypedDict):
     """The last one of the branch; None: there is none yet."""
     branches: list[int]
     """The last turn of each branch."""
-    tokens: list[Token]
+    tokens: list[BranchToken]
     """All of the branch, in order."""
 
 
-class Leased(TypedDict):
+class LeasedBatch(TypedDict):
     """Whole groups to train on."""
 
     batch_id: str
     """For its ``ack``."""
-    trajectories: list[Trace]
+    trajectories: list[TrajectoryTrace]
 
 
-class Resumed(TypedDict):
+class JobResumed(TypedDict):
     """What a restarted trainer finds."""
 
     returned_groups: int
@@ -279,7 +279,7 @@ class Resumed(TypedDict):
     """Trajectories that were trained on, and do not come back."""
 
 
-class Required(TypedDict):
+class VersionRequired(TypedDict):
     """No engine with weights older than ``version`` takes a turn of ``job`` from now on."""
 
     job: str
@@ -289,7 +289,7 @@ class Required(TypedDict):
     """What that may lose."""
 
 
-class OnDuty(TypedDict):
+class WorkerDuty(TypedDict):
     """Does an engine take new turns?"""
 
     worker_id: str
@@ -352,7 +352,7 @@ class WorkerStatus(TypedDict):
     """Longest prompt and output together, in tokens."""
 
 
-class Workers(TypedDict):
+class WorkerList(TypedDict):
     """All engines."""
 
     workers: list[WorkerStatus]
@@ -431,14 +431,14 @@ class SettingsChanged(TypedDict):
     """Name -> ``[old, new]``."""
 
 
-class Health(TypedDict):
+class HealthStatus(TypedDict):
     """It runs."""
 
     status: str
     """``ok``."""
 
 
-class Ready(TypedDict):
+class ReadyStatus(TypedDict):
     """May it be sent turns?  If not, the status is 503, with the same body."""
 
     status: str

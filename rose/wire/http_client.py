@@ -26,7 +26,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, a
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: bytes
 
@@ -61,7 +61,7 @@ async def ask(
     max_bytes: int,
     field: str,
     what: str = "",
-) -> Answer:
+) -> HttpAnswer:
     """One request; whatever status the answer has.
 
     Args:
@@ -81,6 +81,6 @@ async def ask(
                     data += piece
                     if len(data) > max_bytes:
                         raise EngineError(f"{what}answer is longer than {max_bytes} bytes", field=field)
-                return Answer(status=response.status_code, body=bytes(data))
+                return HttpAnswer(status=response.status_code, body=bytes(data))
     except BROKEN as error:  # TimeoutError is an OSError
         raise EngineError(f"{what}no answer ({type(error).__name__})", field=field) from error

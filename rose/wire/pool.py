@@ -358,7 +358,7 @@ class Pool:
         max_bytes: int,
         done: Callable[[int, bytes, Exception | None], None],
         headers: bytes = b"",
-    ) -> Asked | None:
+    ) -> PendingRequest | None:
         """One request over a connection that is open already, without a task that waits for it.
 
         Args:
@@ -373,7 +373,7 @@ class Pool:
             return None
         line = f"{method} {target.prefix}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
         connection.ask(b"".join((line, target.head, headers, b"\r\n")), body, max_bytes)
-        return Asked(self, connection, timeout_s, done)
+        return PendingRequest(self, connection, timeout_s, done)
 
     def _take_free(self, key: tuple[str, int, bool]) -> Connection | None:
         free = self._free.get(key)
@@ -453,7 +453,7 @@ class Pool:
             connection.transport.abort()
 
 
-class Asked:
+class PendingRequest:
     """A request under way; see :meth:`Pool.ask`."""
 
     __slots__ = ("_connection", "_done", "_pool", "_timer")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from rose.wire.answers import Segment, Timing, Usage, WorkerStatus
+from rose.wire.answers import TurnSegment, TurnTiming, TurnUsage, WorkerStatus
 
 
 class ProvisioningStatus(TypedDict):
@@ -115,10 +115,10 @@ class EndedTurn(TypedDict):
     """``[weight version, first token, tokens]``."""
     kv_mixed: bool | None
     """Did its context hold keys and values of other weights than its newest tokens?  None: an engine did not say."""
-    segments: list[Segment]
+    segments: list[TurnSegment]
     """Which engine sampled which tokens."""
-    usage: Usage
-    timing: Timing
+    usage: TurnUsage
+    timing: TurnTiming
 
 
 class SchedulerStatus(TypedDict):
@@ -174,7 +174,7 @@ class SchedulerStatus(TypedDict):
     """The 50 latest that are done."""
 
 
-class Sample(TypedDict):
+class DashboardSample(TypedDict):
     """A second of the dashboard's curves."""
 
     t: float
@@ -216,7 +216,7 @@ StepMark = tuple[float, str, str, int]
 class WatchHistory(TypedDict):
     """The first event: ``history``."""
 
-    samples: list[Sample]
+    samples: list[DashboardSample]
     """The last 15 minutes, one a second."""
     spans: list[TurnSpan]
     """Each a :data:`TurnSpan`."""
@@ -230,7 +230,7 @@ class WatchNow(TypedDict):
     """Every later event, once a second: ``now``."""
 
     status: SchedulerStatus
-    sample: Sample | None
+    sample: DashboardSample | None
     """The latest; None: there is none yet."""
     spans: list[TurnSpan]
     """Those that have begun or ended since the event before."""
@@ -251,7 +251,7 @@ class History(TypedDict):
 
     now: float
     """On the scheduler's clock, in seconds."""
-    hours: list[Sample]
+    hours: list[DashboardSample]
     """One for each 30 seconds."""
     jobs: dict[str, list[LearningRow]]
     """Job -> half minutes in which a trajectory of it finished."""

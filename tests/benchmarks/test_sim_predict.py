@@ -18,7 +18,7 @@ from benchmarks.sim.sim_predict import (
 )
 from rose.errors import ConfigError
 from rose.policy.admission import StepModel
-from rose.sim.engine import Engine, Request
+from rose.sim.engine import Request, SimEngine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -72,7 +72,7 @@ def test_the_model_of_the_prefix_cache_finds_what_production_s_cache_found_live(
     live = read_live(RESULTS / "coserving/coserve-multiturn/2026-11-21.json")
     arrivals, _ = arrivals_of(live)
     assert arrivals.prefixes is not None
-    engine = Engine(StepModel(), 4096, 12_288, BLOCK_TOKENS)
+    engine = SimEngine(StepModel(), 4096, 12_288, BLOCK_TOKENS)
     asked = found = 0
     for index in range(sum(map(len, live.segments))):
         request = Request(f"p{index}", int(arrivals.prompt[index]), int(arrivals.output[index]), 0.0)

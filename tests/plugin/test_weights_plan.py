@@ -17,7 +17,7 @@ from rose.errors import WeightsError
 from tests.plugin.weights_kit import TinyLlama, memory_of, same_memory, specs_of
 from tests.tiny_model import write_weights
 from vllm_plugin.cover import cover, span_of
-from vllm_plugin.plan import Box, ShardPlan, check_contents, checkpoint_tensors, record
+from vllm_plugin.plan import BoxMap, ShardPlan, check_contents, checkpoint_tensors, record
 
 RANKS = [(0, 1), (0, 2), (1, 2), (3, 4)]
 
@@ -73,7 +73,7 @@ def test_an_index_is_located_in_a_box_exactly_when_it_has_coordinates_there(data
     shape = tuple(size for size, _ in axes)
     offset = data.draw(st.integers(0, 5))
     destination = tuple(data.draw(st.permutations([1, 100, 10_000][: len(shape)])))
-    box = Box(
+    box = BoxMap(
         target=0, shape=shape, src_offset=offset, src_strides=tuple(strides),
         dst_offset=7, dst_strides=destination,
     )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rose.policy.admission import AdmissionParams, Rule, StepModel
-from rose.sim.device import Device
-from rose.sim.engine import Engine, Request
+from rose.sim.device import SimDevice
+from rose.sim.engine import Request, SimEngine
 from rose.sim.events import EventQueue
 from rose.sim.hardware import Hardware
 from rose.sim.scenario import Scenario
@@ -26,26 +26,26 @@ class Recorder:
         self.cut: dict[str, int] = {}
         self.claims = 0
 
-    def served(self, device: Device, request: Request, now_s: float) -> None:
+    def served(self, device: SimDevice, request: Request, now_s: float) -> None:
         self.ended[request.key] = now_s
 
     turn_done = served
 
-    def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None:
+    def turn_cut(self, device: SimDevice, request: Request, produced: int, now_s: float) -> None:
         self.cut[request.key] = produced + request.kept
 
-    def claimed(self, device: Device, now_s: float) -> None:
+    def claimed(self, device: SimDevice, now_s: float) -> None:
         self.claims += 1
         device.lend_pages = 0
 
-    def boundary(self, device: Device, now_s: float) -> None:
+    def boundary(self, device: SimDevice, now_s: float) -> None:
         device.check()
 
 
-def own_device(budget: int = 1 << 20) -> tuple[Device, EventQueue, Recorder]:
+def own_device(budget: int = 1 << 20) -> tuple[SimDevice, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
-    engine = Engine(MODEL, CHUNK, budget)
-    device = Device("d", queue, host, total_pages=budget, serving=None, rollout=engine)
+    engine = SimEngine(MODEL, CHUNK, budget)
+    device = SimDevice("d", queue, host, total_pages=budget, serving=None, rollout=engine)
     device.rollout_up = True
     return device, queue, host
 
@@ -123,15 +123,15 @@ def test_out_of_memory_preempts_the_youngest_and_every_request_still_ends_whole(
 
 def shared_device(
     *, gated: bool, total: int = 4000, priority: bool = False, **others: Any
-) -> tuple[Device, EventQueue, Recorder]:
+) -> tuple[SimDevice, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
-    device = Device(
+    device = SimDevice(
         "s",
         queue,
         host,
         total_pages=total,
-        serving=Engine(MODEL, 2048, total),
-        rollout=Engine(MODEL, CHUNK, 0),
+        serving=SimEngine(MODEL, 2048, total),
+        rollout=SimEngine(MODEL, CHUNK, 0),
         params=AdmissionParams(rule=Rule.SLACK if gated else Rule.FREE),
         priority=priority,
         **others,
@@ -211,7 +211,7 @@ def test_removed_requests_leave_nothing_behind() -> None:
 
 def cached(*requests: Request, block_tokens: int = 16, budget: int = 10_000) -> list[int]:
     """Tokens that each of ``requests`` finds, when one comes after the other has ended."""
-    engine = Engine(MODEL, 4096, budget, block_tokens)
+    engine = SimEngine(MODEL, 4096, budget, block_tokens)
     for request in requests:
         engine.add(request)
         engine.admit(budget)
@@ -244,7 +244,7 @@ def test_a_prompt_that_was_all_there_before_still_computes_its_last_block() -> N
 
 
 def test_a_turn_finds_what_another_of_its_conversation_that_still_runs_has_read() -> None:
-    engine = Engine(MODEL, 4096, 10_000, 16)
+    engine = SimEngine(MODEL, 4096, 10_000, 16)
     first, second = turn("a1", 320, "a"), turn("a2", 384, "a")
     for request in (first, second):
         engine.add(request)
@@ -298,10 +298,10 @@ def test_rollout_steps_beside_a_long_prompt_stop_before_its_first_token_is_late(
     assert 0.9 < late[True] <= 1.0
 
 
-def attending_device(attention_s: float, **others: Any) -> tuple[Device, EventQueue, Recorder]:
+def attending_device(attention_s: float, **others: Any) -> tuple[SimDevice, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
-    engine = Engine(MODEL, CHUNK, 1 << 20, attention_s=attention_s)
-    device = Device("d", queue, host, total_pages=1 << 20, serving=engine, rollout=None, **others)
+    engine = SimEngine(MODEL, CHUNK, 1 << 20, attention_s=attention_s)
+    device = SimDevice("d", queue, host, total_pages=1 << 20, serving=engine, rollout=None, **others)
     return device, queue, host
 
 
@@ -336,7 +336,7 @@ def test_a_prompt_that_is_looked_at_in_the_middle_attends_no_more_and_no_less() 
 
 
 def test_what_the_prefix_cache_has_is_attended_to_but_does_not_attend_again() -> None:
-    engine = Engine(MODEL, 4096, 10_000, 16, attention_s=1.0)
+    engine = SimEngine(MODEL, 4096, 10_000, 16, attention_s=1.0)
     for request in (turn("a1", 320, "a"), turn("a2", 384, "a")):
         engine.add(request)
         engine.admit(10_000)
@@ -347,7 +347,7 @@ def test_what_the_prefix_cache_has_is_attended_to_but_does_not_attend_again() ->
 
 
 def test_several_prompts_of_one_step_attend_each_to_its_own_tokens() -> None:
-    engine = Engine(MODEL, 4096, 10_000, attention_s=1.0)
+    engine = SimEngine(MODEL, 4096, 10_000, attention_s=1.0)
     for index, prompt in enumerate((300, 500)):
         engine.add(Request(f"r{index}", prompt, 5, 0.0))
     engine.admit(10_000)
@@ -358,7 +358,7 @@ def test_several_prompts_of_one_step_attend_each_to_its_own_tokens() -> None:
 
 
 def test_admission_knows_what_a_chunk_attends_to() -> None:
-    engine = Engine(MODEL, CHUNK, 100_000, attention_s=1e-7)
+    engine = SimEngine(MODEL, CHUNK, 100_000, attention_s=1e-7)
     engine.add(Request("r", 30_000, 5, 0.0))
     engine.admit(100_000)
     engine.advance(1, 20_000, 1.0)

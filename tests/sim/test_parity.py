@@ -16,11 +16,11 @@ from rose.coserve.agent import NodeAgent
 from rose.coserve.node_config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig, WeightsLink
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import JobBatches, JobShare, SchedulerConfig, StaticWorker
-from rose.sim.events import Journal
+from rose.sim.events import EventDigest
 from rose.sim.live import NO_OCCASION, NOT_SIMULATED, Configs, configs_of
 from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS
-from rose.sim.world import World
+from rose.sim.world import SimWorld
 
 ROSE = SYSTEMS["rose"]
 SCENARIO = Scenario.model_validate({"name": "parity", "fleet": {"dedicated": 1, "serving": 1}})
@@ -118,7 +118,7 @@ def with_change(configs: Configs, parameter: str) -> Configs:
 
 def policies(configs: Configs) -> dict[str, Any]:
     """All that the policies of a simulated fleet were told when it was built."""
-    world = World(SCENARIO, ROSE, Journal(None), None, configs)
+    world = SimWorld(SCENARIO, ROSE, EventDigest(None), None, configs)
     book = world.cluster.book
     told: dict[str, Any] = {
         "routing": (
@@ -165,7 +165,7 @@ def test_the_simulated_scheduler_is_told_what_the_daemon_s_is(tmp_path: Path) ->
     config = SchedulerConfig(oldest_first_s=7.0, oldest_first_share=0.5, cap_harvested=3, adaptive_cap=True)
     tokens = Tokens.generate()
     live = Scheduler(config, tokens, tmp_path)
-    simulated = World(SCENARIO.model_copy(update={"scheduler": config}), ROSE, Journal(None), None)
+    simulated = SimWorld(SCENARIO.model_copy(update={"scheduler": config}), ROSE, EventDigest(None), None)
     live.journal.close()
 
     book = simulated.cluster.book
@@ -186,7 +186,7 @@ def test_the_simulated_node_is_told_what_the_agent_s_is(tmp_path: Path) -> None:
     )
     tokens = Tokens.generate()
     agent = NodeAgent(config, tokens)
-    world = World(SCENARIO, ROSE, Journal(None), None)
+    world = SimWorld(SCENARIO, ROSE, EventDigest(None), None)
 
     node = world.cluster.nodes["s0"]
     assert node.lending is not None

@@ -23,9 +23,9 @@ from rose.sim.plan import (
     FRESH,
     HEADROOMS,
     WINDOWS,
-    Cell,
-    Plan,
-    Pool,
+    CapacityPlan,
+    PlanCell,
+    ProcessPool,
     Task,
     Verdict,
     altered,
@@ -56,7 +56,7 @@ def small(**changes: object) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def few(tmp_path_factory: pytest.TempPathFactory) -> CapacityPlan:
     """Of an hour of scrapes of two engines, a fleet of 16; judged on some hundred requests."""
     path = tmp_path_factory.mktemp("scrapes") / "<b>day.prom"
     path.write_text(
@@ -67,13 +67,13 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def plan(few: Plan) -> Plan:
+def plan(few: CapacityPlan) -> CapacityPlan:
     """The same, as if enough requests had shown it safe."""
     return replace(few, verdict=Verdict.SAFE)
 
 
-def cell(window: str, headroom: float, worth: float, late: int) -> Cell:
-    return Cell(
+def cell(window: str, headroom: float, worth: float, late: int) -> PlanCell:
+    return PlanCell(
         window=window,
         headroom=headroom,
         load=0.5,
@@ -140,7 +140,7 @@ def test_the_verdict_is_of_the_requests_that_were_judged(
         assert verdict_of([*judged, cell("quiet", 0.1, 1.0, 0)] * 3) is Verdict.UNSAFE
 
 
-def test_no_request_judged_is_said_and_is_no_zero(plan: Plan) -> None:
+def test_no_request_judged_is_said_and_is_no_zero(plan: CapacityPlan) -> None:
     none = Misses(num=0, added=0, mended=0)
     blind = replace(
         plan,
@@ -165,7 +165,7 @@ def test_cells_too_short_to_judge_a_request_are_refused(seconds: float) -> None:
         make_plan(scenario, generated(16, scenario.serving), workers=1)
 
 
-def test_assumptions_of_a_plan_that_is_worth_nothing_have_no_gpus(plan: Plan) -> None:
+def test_assumptions_of_a_plan_that_is_worth_nothing_have_no_gpus(plan: CapacityPlan) -> None:
     varied = [swing.assumption for swing in plan.swings[:2]]
     ends = [(0.0, None), (0.5, 0.1), (None, None), (0.2, None)]
 
@@ -176,7 +176,7 @@ def test_assumptions_of_a_plan_that_is_worth_nothing_have_no_gpus(plan: Plan) ->
     assert [(one.low_gpus, one.high_gpus) for one in scaled] == [(0.0, 3.0), (None, pytest.approx(1.2))]
 
 
-def test_no_assumption_makes_more_gpus_than_production_has(plan: Plan) -> None:
+def test_no_assumption_makes_more_gpus_than_production_has(plan: CapacityPlan) -> None:
     varied = [plan.swings[0].assumption]
 
     (found,) = swings_of(varied, [(0.1, None), (0.9, None)], 0.3, 3.0, 5.0)
@@ -184,7 +184,7 @@ def test_no_assumption_makes_more_gpus_than_production_has(plan: Plan) -> None:
     assert (found.low_gpus, found.high_gpus) == (pytest.approx(1.0), 5.0)
 
 
-def test_what_half_a_cell_differs_by_is_said_and_less_is_not_worth_measuring(plan: Plan) -> None:
+def test_what_half_a_cell_differs_by_is_said_and_less_is_not_worth_measuring(plan: CapacityPlan) -> None:
     mean = plan.judged[1].worth
     assert mean is not None
     swing = replace(plan.swings[-1], low_gpus=10.0, high_gpus=11.0)
@@ -197,7 +197,7 @@ def test_what_half_a_cell_differs_by_is_said_and_less_is_not_worth_measuring(pla
     assert any(swing.assumption.name in line for line in measure_next(exact))
 
 
-def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: Plan) -> None:
+def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: CapacityPlan) -> None:
     summary = document(plan)["summary"]
 
     assert 0 < summary["gpus_mean"] <= summary["gpus_most"] < 16
@@ -208,7 +208,7 @@ def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: Plan) -> No
     assert summary["sampled_tokens_per_day"] == pytest.approx(tokens_s * 16 * 86400, rel=0.3)
 
 
-def test_worth_over_time_lies_between_that_of_the_stretches(plan: Plan) -> None:
+def test_worth_over_time_lies_between_that_of_the_stretches(plan: CapacityPlan) -> None:
     worth = [(each.worth or 0.0) * 16 for each in plan.judged]
 
     assert plan.gpus is not None
@@ -217,7 +217,7 @@ def test_worth_over_time_lies_between_that_of_the_stretches(plan: Plan) -> None:
     assert plan.judged[0].load < plan.judged[2].load
 
 
-def test_every_end_of_every_assumption_is_another_simulation(plan: Plan) -> None:
+def test_every_end_of_every_assumption_is_another_simulation(plan: CapacityPlan) -> None:
     varied = assumptions(plan.scenario, plan.traffic)
 
     assert {swing.assumption.name for swing in plan.swings} == {one.name for one in varied}
@@ -247,7 +247,7 @@ def test_a_plan_is_the_same_on_one_core_and_on_two() -> None:
     counted: list[int] = []
     both = []
     for workers in (1, 2):
-        with Pool(workers) as pool:
+        with ProcessPool(workers) as pool:
             both.append(pool.run(tasks, lambda: counted.append(1)))
 
     assert len(counted) == 8
@@ -285,12 +285,12 @@ def test_an_assumption_under_which_nothing_runs_is_shown_as_such() -> None:
     )
     full = altered(task, {"fleet.reserve_gb": 79.0})
 
-    assert Pool(1).run([full], lambda: None) == [None]
+    assert ProcessPool(1).run([full], lambda: None) == [None]
     with pytest.raises(ConfigError, match="do not fit"):
-        Pool(1).run([full], lambda: None, required=True)
+        ProcessPool(1).run([full], lambda: None, required=True)
 
 
-def test_the_page_says_it_all_and_fetches_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_the_page_says_it_all_and_fetches_nothing(plan: CapacityPlan, tmp_path: Path) -> None:
     paths = write_plan(plan, tmp_path)
     page = paths[0].read_text()
 
@@ -309,14 +309,14 @@ def test_the_page_says_it_all_and_fetches_nothing(plan: Plan, tmp_path: Path) ->
     assert not re.search(r"\bnan\b|\binf\b", page)
 
 
-def test_the_terminal_says_worth_money_risk_and_what_it_rests_on(plan: Plan) -> None:
+def test_the_terminal_says_worth_money_risk_and_what_it_rests_on(plan: CapacityPlan) -> None:
     said = text(plan)
 
     for words in ("dedicated GPUs", "a month", "at $2 a GPU hour", "of requests more", "not measured", "P99"):
         assert words in said
 
 
-def test_what_to_measure_names_the_widest_assumption_and_a_short_trace(plan: Plan) -> None:
+def test_what_to_measure_names_the_widest_assumption_and_a_short_trace(plan: CapacityPlan) -> None:
     lines = measure_next(plan)
 
     assert "a whole day" in lines[0]
@@ -326,7 +326,7 @@ def test_what_to_measure_names_the_widest_assumption_and_a_short_trace(plan: Pla
 
 
 @pytest.mark.parametrize("verdict", [Verdict.UNSAFE, Verdict.UNCLEAR])
-def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: Plan, verdict: Verdict) -> None:
+def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: CapacityPlan, verdict: Verdict) -> None:
     """A reader who takes one number from the page must not take one that production would pay for."""
     mean = f"{plan.mean_gpus:.1f}"
     assert mean in text(plan)
@@ -346,7 +346,7 @@ def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: Plan, verdic
     assert not re.search(r"\bnan\b|\binf\b|\bNone\b", page + said)
 
 
-def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: Plan) -> None:
+def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: CapacityPlan) -> None:
     assert few.fresh == FRESH[1]
     assert few.misses.num < 1000
     assert few.verdict is Verdict.UNCLEAR
@@ -354,7 +354,7 @@ def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: Plan) ->
     assert "--set cells.seconds=" in measure_next(few)[0]
 
 
-def test_a_worth_that_is_not_told_is_said_with_what_to_count(plan: Plan) -> None:
+def test_a_worth_that_is_not_told_is_said_with_what_to_count(plan: CapacityPlan) -> None:
     flat = replace(plan.yardstick, tokens_s=tuple(1000.0 for _ in plan.yardstick.engines))
     untold = replace(
         plan,
@@ -372,7 +372,7 @@ def test_a_worth_that_is_not_told_is_said_with_what_to_count(plan: Plan) -> None
     assert document(untold)["summary"]["gpus_mean"] is None
 
 
-def test_the_page_names_what_matters_most_and_how_worth_is_computed(plan: Plan) -> None:
+def test_the_page_names_what_matters_most_and_how_worth_is_computed(plan: CapacityPlan) -> None:
     page = render(plan)
 
     assert "The assumption that matters most: " in page
@@ -382,13 +382,13 @@ def test_the_page_names_what_matters_most_and_how_worth_is_computed(plan: Plan) 
     assert f"{plan.scenario.cells.in_flight_per_engine * 3} trajectories" in page
 
 
-def test_limits_that_production_misses_alone_are_asked_for_first(plan: Plan) -> None:
+def test_limits_that_production_misses_alone_are_asked_for_first(plan: CapacityPlan) -> None:
     late = replace(plan, judged=tuple(replace(each, alone_missed=0.07) for each in plan.judged))
 
     assert "by itself production misses 7.0%" in measure_next(late)[0]
 
 
-def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: Plan) -> None:
+def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: CapacityPlan) -> None:
     blind = replace(plan, traffic=replace(plan.traffic, knows_engines=False))
 
     for said in (text(blind), render(blind)):
@@ -396,7 +396,7 @@ def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: Plan) -> None
     assert "--engines" in measure_next(blind)[0]
 
 
-def test_time_without_data_is_said_at_the_top(plan: Plan) -> None:
+def test_time_without_data_is_said_at_the_top(plan: CapacityPlan) -> None:
     assert "there is data of" not in text(plan) + render(plan)
     outage = replace(plan, traffic=replace(plan.traffic, covered=0.25))
 

@@ -16,14 +16,14 @@ from aiohttp import web
 from rose.errors import ConfigError, EngineError
 from rose.sim import metrics_source
 from rose.sim.metrics_source import HISTOGRAMS, Histogram, Metered, read_scrapes, traffic_of
-from rose.sim.prometheus import Asked, read_prometheus
+from rose.sim.prometheus import PrometheusQuery, read_prometheus
 from rose.sim.scenario import ServingSection
 from rose.sim.traffic import Traffic, from_trace, generated
 from tests.sim.prometheus_server import BEGIN_S, PROGRAM, SPAN_S, real, scrape, stand_in
 
 SERVING = ServingSection()
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-ASKED = Asked(url="http://x", end_s=BEGIN_S + SPAN_S, hours=1.0, step_s=60, match='job="vllm"')
+ASKED = PrometheusQuery(url="http://x", end_s=BEGIN_S + SPAN_S, hours=1.0, step_s=60, match='job="vllm"')
 
 
 def hour(path: Path) -> Path:
@@ -274,7 +274,7 @@ def test_a_histogram_s_lengths_lie_in_its_buckets_and_have_its_mean() -> None:
 # --- Prometheus ----------------------------------------------------------------------------------------
 
 
-def ask(server: AbstractAsyncContextManager[str], asked: Asked) -> Traffic:
+def ask(server: AbstractAsyncContextManager[str], asked: PrometheusQuery) -> Traffic:
     async def main() -> Traffic:
         async with server as url:
             metered = await asyncio.to_thread(read_prometheus, replace(asked, url=url))

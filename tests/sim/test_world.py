@@ -17,7 +17,7 @@ from rose.errors import ConfigError
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
-from rose.sim.world import World, simulate
+from rose.sim.world import SimWorld, simulate
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -235,7 +235,7 @@ def test_turns_leave_borrowed_trainers_whose_owner_comes_and_goes_and_no_token_i
 ) -> None:
     """Lent for 6 s in every 8, and some turns take longer than was expected of them."""
 
-    def now_and_then(world: World, now_s: float, word: tuple[str, int]) -> None:
+    def now_and_then(world: SimWorld, now_s: float, word: tuple[str, int]) -> None:
         name, number = word
         step = world.job.steps[-1]
         if step.number == number and math.isnan(step.ready_s):
@@ -244,10 +244,10 @@ def test_turns_leave_borrowed_trainers_whose_owner_comes_and_goes_and_no_token_i
             world.cluster.lend(name, 6.0)
             world.queue.at(now_s + 8.0, now_and_then_again(world), word)
 
-    def now_and_then_again(world: World) -> Callable[[float, tuple[str, int]], None]:
+    def now_and_then_again(world: SimWorld) -> Callable[[float, tuple[str, int]], None]:
         return lambda now_s, word: now_and_then(world, now_s, word)
 
-    monkeypatch.setattr(World, "_borrow", now_and_then)
+    monkeypatch.setattr(SimWorld, "_borrow", now_and_then)
     fleet = {**TINY["fleet"], "serving": 0}
     job = {"num_groups": 4, "group_size": 4, "output_median": 300.0, "algorithm": "grpo"}
     path = tmp_path / "journal"

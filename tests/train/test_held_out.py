@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from rose.train.held_out import pass_at_k, summary_of, told_in_short
-from rose.train.rollout import Score
+from rose.train.rollout import HeldOutEpisode
 from rose.train.train_config import EvalSettings
 
 
@@ -27,8 +27,8 @@ def test_pass_at_k_of_many_episodes_is_a_number_of_full_accuracy() -> None:
     assert pass_at_k(2000, 1500, 1000) == 1.0
 
 
-def score(task_index: int, success: bool, task_kind: str = "") -> Score:
-    return Score(
+def score(task_index: int, success: bool, task_kind: str = "") -> HeldOutEpisode:
+    return HeldOutEpisode(
         task_index=task_index,
         reward=float(success),
         success=success,

@@ -15,7 +15,7 @@ from rose.lineage import WeightVersion
 from rose.weights import boxes, codec, layout, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.host_copy import _header, _offsets
-from rose.weights.layout import Claim
+from rose.weights.layout import HeldBoxes
 from rose.weights.manifest import Base, Manifest, ObjectRef, Section, TensorState
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
@@ -140,7 +140,7 @@ def test_ranks_that_cut_a_giant_tensor_by_rows_or_columns_hold_it_whole_and_once
     for extent in ((1, rows, GIANT.shape[2]), (1, GIANT.shape[1], columns)):
         claims = [
             [
-                Claim(
+                HeldBoxes(
                     GIANT.name, GIANT.dtype, GIANT.shape, (box.start, box.num_elements, box.run, box.stride)
                 )
                 for box in boxes.of_slice(GIANT.shape, offset, extent)
