@@ -9,7 +9,8 @@ Each coefficient is corrected by its share in the prediction (a multiplicative g
 of the time).  So all stay positive, short and long turns count alike, and what the traffic does not show is
 left alone: with short prompts ``prefill_s`` cannot drift to zero, which would make every prefix worthless.
 
-The first attempts of a new machine tell how fast it is more than how its prices compare, so they correct all three alike, less and less.  Else
+The first attempts of a new machine tell how fast it is more than how its prices compare, so they correct all three alike, less and less, and as far as
+the shares would.  Else
 what the traffic hardly shows keeps its first guess: nearly every turn finds its prompt in the cache, and on an engine of eight H100 the
 price of reading one stayed 20 times too high, so that turns waited on slow engines beside an empty fast one.
 
@@ -50,7 +51,9 @@ class Speed:
         if expected <= 0 or seconds <= 0:
             return
         error = min(max(math.log(seconds / expected), -_MAX_LOG_ERROR), _MAX_LOG_ERROR)
+        # As far as the shares by themselves would have corrected the prediction.
         alike = max(0.0, 1.0 / (2.0 + self.num_observed) - _RATE) * error
+        alike *= sum(part * part for part in parts) / (expected * expected)
         by_share = _RATE * error / expected
         self.token_s *= math.exp(alike + by_share * parts[0])
         self.crowd_s *= math.exp(alike + by_share * parts[1])
