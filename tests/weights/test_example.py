@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file
 
+from tests.engine_launcher import fork_module, free_port
 from tests.tiny_model import write_tiny_model
 from tests.weights.reading import newest
 
@@ -28,8 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 
-def run(folder: Path, name: str, *args: str, ranks: int = 1, signed: bool = True) -> list[str]:
-    """Lines of an example's output.  With several ranks as torchrun starts it."""
+def run(
+    folder: Path, name: str, *args: str, ranks: int = 1, signed: bool = True, launched: bool = False
+) -> list[str]:
+    """Lines of an example's output.
+
+    ``launched``: as its user starts it, with several ranks by torchrun, which is imports for the most part; else its processes are forked
+    with what torchrun would tell them.
+    """
     tokens = Tokens.generate()
     tokens.save(folder / "tokens.toml")
     env = {
@@ -37,6 +45,8 @@ def run(folder: Path, name: str, *args: str, ranks: int = 1, signed: bool = True
         "ROSE_TOKEN_FILE": str(folder / "tokens.toml") if signed else "",
         "OMP_NUM_THREADS": "1",
     }
+    if not launched:
+        return _forked(folder, name, args, env, ranks)
     launcher: list[str] = []
     if ranks > 1:  # a port of its own choice, on this machine
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
@@ -45,6 +55,26 @@ def run(folder: Path, name: str, *args: str, ranks: int = 1, signed: bool = True
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
+
+
+def _forked(folder: Path, name: str, args: Sequence[str], env: dict[str, str], ranks: int) -> list[str]:
+    output, errors = folder / "stdout", folder / "stderr"
+    if ranks > 1:
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= here | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    module = f"examples.{name.removesuffix('.py')}"
+    processes = [
+        fork_module(
+            module,
+            args,
+            env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            {1: output, 2: errors},
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        assert process.wait(100) == 0, errors.read_text()[-4000:]
+    return output.read_text().splitlines()
 
 
 def read(folder: Path) -> tuple[WeightVersion, dict[str, torch.Tensor]]:
@@ -70,7 +100,7 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def test_the_publishing_example_ends_bit_identical(tmp_path: Path, signed: bool, ranks: int) -> None:
     """Two ranks: FSDP2 cuts the model, and each publishes its own shard."""
     args = [f"file://{tmp_path}/store", "--steps", "2", *([] if signed else ["--unsigned"])]
-    lines = run(tmp_path, "publish_weights.py", *args, ranks=ranks, signed=signed)
+    lines = run(tmp_path, "publish_weights.py", *args, ranks=ranks, signed=signed, launched=signed)
     assert [line.split()[:2] for line in lines[:3]] == [["1.0", "anchor"], ["1.1", "delta"], ["1.2", "delta"]]
     assert lines[3] == "a reader is at 1.2; its weights are bit-identical"
 
