@@ -24,8 +24,9 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
-from tests.train.world import World, file_publisher, running_world
+from tests.train.world import World, running_world
 
 CUT_EVERY_S = 1.0
 NUM_CUT = 4
