@@ -61,6 +61,7 @@ SHAPE_ROWS = {
     "chunked": "kv_kind",
     "sliding": "kv_kind",
     "mla": "mla",
+    "mtp": "mla",
     "qwen3_next": "hybrid",
     "granite": "hybrid",
     "lfm2": "hybrid",

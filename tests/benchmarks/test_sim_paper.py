@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from benchmarks import sim_paper
-from benchmarks.sim.paper_cells import ARMS, BATCHES, CELLS, Cell, Setting, coordinates, scenario_of, start_of
+from benchmarks.sim.paper_cells import (
+    ARMS,
+    BATCHES,
+    CAPS,
+    CELLS,
+    TENSOR_PARALLEL,
+    Cell,
+    Setting,
+    coordinates,
+    scenario_of,
+    start_of,
+)
 from benchmarks.sim_paper import Book, conclude, conclude_cell, search, table
 
 CELL = Cell(job="grpo_8b", batch=256, busy="quiet")
@@ -98,7 +109,7 @@ def test_the_search_goes_along_each_coordinate_once_and_keeps_the_best() -> None
     best, took_s = search(CELL, "fixed", "fixed_sync", step_s)
 
     assert (best.tensor_parallel, best.cap, took_s) == (4, 64, 100.0)
-    assert len({setting.key for setting in asked}) == 4 + 5 - 1
+    assert len({setting.key for setting in asked}) == len(TENSOR_PARALLEL["8b"]) + len(CAPS) - 1
 
 
 def test_a_tie_leaves_what_was_there() -> None:
