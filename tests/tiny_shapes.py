@@ -45,6 +45,24 @@ def _shape(
     return base | {"architectures": [architecture], "model_type": model_type} | more
 
 
+_LATENT: dict[str, Any] = {
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "v_head_dim": 32,
+}
+"""DeepSeek's attention, experts and sizes: what its two shapes have in common."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": _shape("LlamaForCausalLM", "llama"),
     "qwen3": _shape("Qwen3ForCausalLM", "qwen3"),
@@ -91,50 +109,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=2,
     ),
     "mla": _shape(
-        "DeepseekV2ForCausalLM",
-        "deepseek_v2",
-        first_k_dense_replace=2,
-        head_dim=64,
-        kv_lora_rank=512,
-        moe_intermediate_size=32,
-        n_group=1,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        routed_scaling_factor=1.0,
-        topk_group=1,
-        topk_method="greedy",
-        v_head_dim=32,
+        "DeepseekV2ForCausalLM", "deepseek_v2", **_LATENT, first_k_dense_replace=2, topk_method="greedy"
     ),
     # One layer, and one that drafts: a block of the two is as large as two of "mla".
     "mtp": _shape(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
+        **_LATENT,
         first_k_dense_replace=1,
-        head_dim=64,
-        kv_lora_rank=512,
-        moe_intermediate_size=32,
-        n_group=1,
-        n_routed_experts=4,
-        n_shared_experts=1,
         norm_topk_prob=True,
-        num_experts_per_tok=2,
         num_hidden_layers=1,
-        num_key_value_heads=4,
         num_nextn_predict_layers=1,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        routed_scaling_factor=1.0,
         scoring_func="sigmoid",
         tie_word_embeddings=False,
-        topk_group=1,
         topk_method="noaux_tc",
-        v_head_dim=32,
     ),
     "qwen3_next": _shape(
         "Qwen3NextForCausalLM",
