@@ -4,7 +4,7 @@ Affinity is to what is *still resident*, not to what was used last: a restart, a
 it (``Worker.kv_epoch``), and so does the cache turning over.  Also remembers where the first turn of each
 group went, because the members of a group share their prompt.
 
-Pure bookkeeping; bounded in size; callers: ``rose.policy.turns``.
+Pure bookkeeping; bounded in size.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ turn is placed whose expected end lies past the time to leave (``rose.policy.pac
 runs longer than expected is asked to end with what it has ``drain_s`` before the device goes back, and goes on elsewhere; one
 whose engine does not answer within ``drain_s`` is moved with the tokens that have arrived.
 
-Pure; callers: ``rose.policy.turns``, ``rose.policy.fleet``.
+Pure.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ reclaim                                        x 0.5                       -
 It grows only when a heartbeat says that there is room, so stale numbers never grow it.  The limit stays between
 1 and the worker's cap, and starts at the cap: without a signal nothing changes.
 
-Pure; callers: ``rose.policy.fleet``.
+Pure.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Where tokens are not streamed only the end of an attempt tells what it made.  It
 a decode step gives each running request one token, so what was sampled between two heartbeats, by the turns in flight, is how far
 each of them came.
 
-Pure; callers: ``rose.policy.fleet``, ``rose.policy.migration``.
+Pure.
 """
 
 from __future__ import annotations

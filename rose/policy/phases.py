@@ -5,7 +5,7 @@ does the *other* phase (training and the like) count, from the first moment with
 seconds of one dedicated engine, because its duration depends on how many engines the job has; the other phase is counted in seconds.
 The median of the last few counts.  Nothing is configured, and nothing is predicted for a job that has not been seen to alternate.
 
-Pure; callers: ``rose.policy.provisioning``, ``rose.policy.pairing``.
+Pure.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ ones fade.  Until :data:`MIN_SAMPLES` have ended, nothing is predicted.
 :meth:`Remaining.rank` says where an estimate stands among the recent ones: 1 is the longest.  That is what queue
 order and tail pinning use, because it needs no unit.
 
-Pure; bounded; callers: ``rose.policy.turns``.
+Pure; bounded in size.
 """
 
 from __future__ import annotations

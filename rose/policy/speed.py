@@ -17,7 +17,7 @@ price of reading one stayed 20 times too high, so that turns waited on slow engi
 Learning is slow on purpose.  A harvested worker's speed follows production's bursts, and a turn that ran through a burst ends, and is
 learned from, when the burst is nearly over.  A fast estimate would slow down after the burst and recover too late.
 
-Pure; callers: ``rose.policy.fleet``.
+Pure.
 """
 
 from __future__ import annotations
