@@ -30,6 +30,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.coserving import plot
-from benchmarks.coserving.analysis import BlockRecord, analyse, label
+from benchmarks.coserving.analysis import BlockRecord, analyse, label, unanswered
 from benchmarks.coserving.plan import (
     ARMS,
     BURST_TRAFFIC_S,
@@ -57,7 +58,7 @@ from benchmarks.coserving.plan import (
     make_segments,
 )
 from benchmarks.coserving.rollouts import Registry, Trajectories
-from benchmarks.coserving.world import PORTS, VOCAB, BenchPlan, World, delta, traffic_start_s
+from benchmarks.coserving.world import PORTS, VOCAB, BenchPlan, World, answered, delta, traffic_start_s
 from benchmarks.lib.engine_kinds import KINDS, PLAIN
 from benchmarks.lib.report import write
 from rose.auth import Tokens
@@ -212,6 +213,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
         "timing": asdict(timing),
         "rollouts": counts,
+        "unanswered": unanswered(samples, schedule, measured),
         "arms_measured": args.arms,
         "samples": [_pack(sample) for sample in samples],
         "blocks": [asdict(block) for block in blocks],
@@ -241,11 +243,12 @@ async def _run(
     with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
         await fleet.start(world.plan.traffic())
         zero_s = await traffic_start_s(world.plan.records_path)
-        number = 0
+        passed = len(schedule.blocks)
         for number, block in enumerate(schedule.blocks):
             stages.update(f"{number + 1} of {len(schedule.blocks)}: {block.arm}")
             if args.minutes and stages.elapsed_s() > 60.0 * args.minutes:
                 stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks have passed")
+                passed = number
                 break
             start_s = zero_s + block.start_s
             lead_s = timing.lead_s
@@ -267,7 +270,9 @@ async def _run(
                     arm=block.arm, segment=block.segment, run=args.run, number=number, counters=counters
                 )
             )
-        await _until(zero_s + number * timing.block_s + timing.tail_s)
+        # What is in flight when the sender ends has no record, and the slowest requests are what is asked about.
+        await _until(zero_s + passed * timing.block_s)
+        await answered(world.plan.records_path, schedule.num_requests(passed))
         await fleet.stop("traffic")
     return blocks
 
@@ -322,6 +327,7 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
         "workload": sorted({d["workload"] for d in documents}),
         "engine": engine,
         "dtype": dtype,
+        "unanswered": dict(sum((Counter(d.get("unanswered", {})) for d in documents), Counter())),
         "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
         "arms_measured": arms,
         "runs": [d["machine"] for d in documents],
@@ -382,6 +388,10 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"alone {plot.cell(s['solo_rollout_tokens_per_s'], 0)} tokens/s.",
         f"Bar: P99 ratios' upper bounds within the noise or 1.05, no added violation, 85 % harvested: "
         f"{'met' if s.get('bar_met') else 'not met'}.",
+        *[
+            f"Without an answer that was seen: {n} requests of {arm}."
+            for arm, n in result["unanswered"].items()
+        ],
         *notes,
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -48,6 +49,16 @@ def label(
         for sample in samples
         if sample.index < len(block_of) and block_of[sample.index] in measured
     ]
+
+
+def unanswered(
+    samples: Sequence[RequestLatency], schedule: Schedule, measured: Collection[int]
+) -> dict[str, int]:
+    """Arm -> how many of the requests of these blocks have no record, where there are such: nobody knows what became of them."""
+    sent = Counter[str]()
+    for number in measured:
+        sent[schedule.blocks[number].arm] += schedule.blocks[number].count
+    return dict(sent - Counter(sample.phase for sample in samples))
 
 
 def _total(blocks: Sequence[BlockRecord], name: str) -> float:

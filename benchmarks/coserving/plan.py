@@ -160,6 +160,10 @@ class Schedule:
     def length_s(self) -> float:
         return len(self.blocks) * self.timing.block_s
 
+    def num_requests(self, blocks: int) -> int:
+        """Of the first so many blocks."""
+        return sum(block.count for block in self.blocks[:blocks])
+
 
 PAIRS_PER_SEGMENT = 10_000
 Segment = Sequence[tuple[Arrival, Prefix]]

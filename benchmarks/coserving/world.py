@@ -43,6 +43,8 @@ PRODUCTION_RECIPE = replace(PRODUCTION, name="bench-production", num_layers=16)
 POLICY_RECIPE = replace(POLICY, name="bench-policy", hidden_size=256, num_layers=4, head_size=64)
 """2 KiB of KV memory per token: rollouts need a real part of the device."""
 VOCAB = parts.BYTE_TOKENS
+LONGEST_S = 60.0
+"""A request that takes longer is an error."""
 PORTS = ("scheduler", "relay"), ("harvested", "dedicated")
 """Of the registry and the rollout engine beside each engine core; the demo's relay and its dedicated engine are not started here."""
 
@@ -77,7 +79,8 @@ class BenchPlan(parts.Plan):
         plan = TrafficPlan(
             url=self.config.url("production"),
             model=parts.PRODUCTION_MODEL,
-            period_s=schedule.length_s + 5.0,
+            period_s=schedule.length_s + LONGEST_S + 5.0,
+            request_timeout_s=LONGEST_S,
             arrivals=[(a.at_s, a.prompt_tokens, a.output_tokens) for a in schedule.arrivals],
             prefixes=[(p.system, p.system_tokens, p.session, p.history_tokens) for p in schedule.prefixes],
             # By the pair, so that a request asks for the same in every arm.
@@ -328,6 +331,17 @@ async def traffic_start_s(records: Path, timeout_s: float = 30.0) -> float:
                     if record.get("type") == "cycle":
                         return float(record["at_s"])
             await asyncio.sleep(0.02)
+
+
+async def answered(records: Path, num: int, timeout_s: float = LONGEST_S) -> int:
+    """Wait until the first ``num`` requests have ended, each in its own way; how many have."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        lines = [json.loads(line) for line in records.read_text().split("\n")[:-1]]
+        found = sum(line["type"] == "request" and line["index"] < num for line in lines)
+        if found >= num or time.monotonic() > until_s:
+            return found
+        await asyncio.sleep(0.1)
 
 
 def delta(before: Reading, after: Reading) -> dict[str, float]:

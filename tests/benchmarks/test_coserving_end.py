@@ -1,0 +1,121 @@
+"""The end of a co-serving run: no request of a measured block is lost with the sender."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import coserve
+from benchmarks.coserving.analysis import unanswered
+from benchmarks.coserving.plan import Arm, Prefix, Schedule, Timing, make_schedule
+from benchmarks.coserving.world import answered
+from rose.demo.ui import Stages
+from rose.evaluation.arms import RequestLatency
+from rose.evaluation.arrivals import Arrival
+
+TIMING = Timing(lead_s=0.02, traffic_s=0.05, tail_s=0.01)
+ARMS = ("alone_1", "alone_2")
+
+
+def schedule() -> Schedule:
+    """Two requests to each of both arms, and rollouts alone at the end."""
+    segment = [(Arrival(at_s=at_s, prompt_tokens=4, output_tokens=2), Prefix()) for at_s in (0.01, 0.04)]
+    return make_schedule([segment], ARMS, TIMING)
+
+
+@dataclass
+class Sender:
+    """Stands in for the fleet with its sender: every request is answered at its moment and the last one late."""
+
+    records: Path
+    schedule: Schedule
+    late_s: float
+    at_the_end: list[int] = field(default_factory=list)
+    """Requests that have a record when the sender is told to end."""
+
+    def write(self, **line: Any) -> None:
+        with self.records.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    async def start(self, _: Any) -> None:
+        self.write(type="cycle", at_s=time.monotonic())
+        loop, last = asyncio.get_running_loop(), len(self.schedule.arrivals) - 1
+        for number, one in enumerate(self.schedule.arrivals):
+            delay_s = one.at_s + (self.late_s if number == last else 0.0)
+            loop.call_later(delay_s, lambda number=number: self.write(type="request", index=number))
+
+    async def stop(self, _: str) -> None:
+        lines = [json.loads(line) for line in self.records.read_text().splitlines()]
+        self.at_the_end = [line["index"] for line in lines if line["type"] == "request"]
+
+
+class World:
+    """Stands in for the engines."""
+
+    def __init__(self, records: Path) -> None:
+        self.plan = argparse.Namespace(records_path=records, traffic=lambda: None)
+
+    async def enter(self, arm: Arm) -> None:
+        pass
+
+    async def read(self) -> Any:
+        return None
+
+
+async def test_the_sender_ends_when_the_slowest_request_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coserve, "delta", lambda *_: {})
+    monkeypatch.setattr(coserve, "SOLO_LEAD_S", 0.0)
+    plan = schedule()
+    sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.6)
+
+    blocks = await coserve._run(
+        argparse.Namespace(minutes=None, run=0),
+        World(sender.records),  # type: ignore[arg-type]
+        sender,  # type: ignore[arg-type]
+        plan,
+        Stages(Console(quiet=True)),
+    )
+
+    assert len(blocks) == len(plan.blocks)
+    assert sorted(sender.at_the_end) == [0, 1, 2, 3]
+
+
+async def test_who_never_answers_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text(
+        '{"type": "cycle"}\n{"type": "request", "index": 7}\n{"type": "request", "index": 1}\n{"ty'
+    )
+    assert (
+        await answered(records, 2, timeout_s=0.0) == 1
+    )  # 7 is none of the first two, and the last line is torn
+
+
+def test_requests_that_have_no_record_are_told_by_their_arm() -> None:
+    plan = schedule()
+    every = range(len(plan.blocks))
+    samples = [
+        RequestLatency(
+            index=0,
+            phase=arm,
+            at_s=0.0,
+            ttft_s=0.1,
+            end_s=0.2,
+            itl_s=(),
+            num_tokens=1,
+            late_s=0.0,
+            error=error,
+        )
+        for arm, error in (("alone_1", None), ("alone_1", "HTTP 500"), ("alone_2", None))
+    ]
+    assert unanswered(samples, plan, every) == {"alone_2": 1}
+    assert unanswered(samples, plan, [0]) == {}
