@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Every shape of model that vLLM builds here x every feature that can be switched on here, each a real production engine beside a
-real node agent and rollout engine: does it end refused, compute-only or elastic, as docs/compatibility.md says?   (`make conformance`)
+real node agent and rollout engine: does it end refused, compute-only or elastic, as docs/compatibility.md says, and as `rose doctor` says of
+its command line?   (`make conformance`)
 
 Which rows of the table a shape and a feature touch is written down below; what they allow together is the table's own judgement
 (``rose.policy.compat``).
@@ -12,6 +13,8 @@ Which rows of the table a shape and a feature touch is written down below; what 
   log-probs are those that it gave alone.
 - *elastic*: memory is lent, by the kernel's figure; tokens and log-probs are the same while rollouts generate in it; ``off`` brings
   all of it back, and ``on`` lends it again.
+
+The doctor is asked what the server was started with; its word, and the row that it names, have to be what the plugin then did.
 
 What vLLM itself does not start, or answer, with the same arguments and without the plugin is named as such.  One engine after the other, about
 a quarter of a minute each; the result is written after each.
@@ -31,7 +34,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
 from tests.pair.memory import TOTAL_PAGES, writer_of  # noqa: E402
 from tests.pair.pair import HELD_PAGES, PRODUCTION_ARGS, Pair  # noqa: E402
+from tests.plugin.ask_doctor import ask_about  # noqa: E402
 from tests.tiny_shapes import SHAPE_ARGS, SHAPES, image_url, write_shape  # noqa: E402
 
 NAME = "conformance"
@@ -113,12 +117,17 @@ class Cell:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """``got``: what was in force, or ``vLLM does not start it``; ``wrong``: what is not as it has to be."""
+    """``got``: what was in force, or ``vLLM does not start it``; ``wrong``: what is not as it has to be.
+
+    ``doctor``: what `rose doctor` said; "" where it was not asked, because the server did not start.
+    """
 
     name: str
     expected: str
     got: str = ""
     row: str = ""
+    doctor: str = ""
+    doctor_row: str = ""
     seconds: float = 0.0
     held_pages: int = 0
     rollout_tokens: int = 0
@@ -157,6 +166,18 @@ def signs_of_a_loan(words: Words, because: Row) -> list[str]:
         f"a rollout engine holds {words.held_pages} pages": words.held_pages,
     }
     return [sign for sign, is_there in signs.items() if is_there]
+
+
+def against_the_doctor(outcome: Outcome, answer: Mapping[str, Any]) -> list[str]:
+    """Note what the doctor said of an engine that runs; what of it is not what happened."""
+    outcome.doctor = answer["support"] or ""
+    outcome.doctor_row = answer["rows"][0]["row"] if answer["rows"] else ""
+    if answer["problem"] or outcome.doctor != outcome.got:
+        return [f"the doctor says {answer['problem'] or outcome.doctor} of what is {outcome.got}"]
+    # An engine that is elastic takes part by the plain row, whatever it has switched on.
+    if outcome.got != Support.ELASTIC.label and outcome.doctor_row != outcome.row:
+        return [f"the doctor says it is {outcome.got} by {outcome.doctor_row}, not by {outcome.row}"]
+    return []
 
 
 def cells() -> list[Cell]:
@@ -226,6 +247,8 @@ class Matrix:
         )
         if outcome.row not in allowed:
             outcome.wrong.append(f"by the row {outcome.row}, not {' or '.join(sorted(allowed))}")
+        assert pair.server is not None
+        outcome.wrong += against_the_doctor(outcome, await asyncio.to_thread(ask_about, pair.server))
         alone = await self._answers(cell)
         if support == Support.REFUSED:
             await self._refused(cell, outcome, alone)
@@ -403,6 +426,8 @@ def summarise(done: Sequence[Outcome]) -> dict[str, Any]:
         "cells_planned": len(cells()),
         **{f"got.{name.replace(' ', '_')}": count for name, count in sorted(got.items())},
         "wrong": sum(bool(one.wrong) for one in done),
+        "doctor_asked": sum(bool(one.doctor) for one in done),
+        "doctor_right": sum(one.doctor == one.got for one in done if one.doctor),
         "logprob_diff_max": max((one.logprob_diff for one in done), default=0.0),
         "rollout_tokens": sum(one.rollout_tokens for one in done),
     }

@@ -132,6 +132,30 @@ def test_every_sign_of_a_loan_beside_a_refused_engine_is_seen(
     assert [one.startswith(sign or "?") for one in found] == ([] if sign is None else [True])
 
 
+@pytest.mark.parametrize(
+    ("got", "row_of_lease", "says", "row_named", "problem", "found"),
+    [
+        ("elastic", "decoder", "elastic", "lora", "", []),
+        ("refused", "priority", "refused", "priority", "", []),
+        ("refused", "priority", "elastic", "lora", "", ["the doctor says elastic of what is refused"]),
+        (
+            "refused", "priority", "refused", "pooling", "",
+            ["the doctor says it is refused by pooling, not by priority"],
+        ),
+        ("elastic", "decoder", None, None, "no start", ["the doctor says no start of what is elastic"]),
+    ],
+)  # fmt: skip
+def test_the_doctors_word_is_held_against_what_happened(
+    got: str, row_of_lease: str, says: str | None, row_named: str | None, problem: str, found: list[str]
+) -> None:
+    outcome = conformance.Outcome(name="x", expected=got, got=got, row=row_of_lease)
+    rows = [{"row": row_named}, {"row": "tensor_parallel"}] if row_named else []
+    answer = {"support": says, "rows": rows, "problem": problem}
+
+    assert conformance.against_the_doctor(outcome, answer) == found
+    assert (outcome.doctor, outcome.doctor_row) == (says or "", row_named or "")
+
+
 def test_cases_have_names_of_their_own() -> None:
     cases = plan()
     assert len({case.name for case in cases}) == len(cases)
