@@ -44,6 +44,7 @@ from rich.table import Table
 from benchmarks.coserving import plot
 from benchmarks.coserving.analysis import BlockRecord, analyse, label, unanswered
 from benchmarks.coserving.plan import (
+    ALONE_1,
     ARMS,
     BURST_TRAFFIC_S,
     QUICK_ARMS,
@@ -272,6 +273,7 @@ async def _run(
             )
         # What is in flight when the sender ends has no record, and the slowest requests are what is asked about.
         await _until(zero_s + passed * timing.block_s)
+        await world.enter(ARMS[ALONE_1])  # no request waits for rollouts that nobody measures
         await answered(world.plan.records_path, schedule.num_requests(passed))
         await fleet.stop("traffic")
     return blocks

@@ -183,16 +183,34 @@ class World:
     async def start(self, fleet: Fleet, progress: Any) -> None:
         """Production, then the node agent with its engine; ready when both are."""
         await fleet.start(self.plan.production(), progress)
-        here, port = psutil.Process(), f"--port={self.config.port('production')}"
-        self._production = next(
-            each for each in here.children(recursive=True) if port in _argv(each) and "serve" in _argv(each)
-        )
-        for core in range(self.plan.kind.num_cores):
-            await fleet.start(self.plan.node(core), progress)
+        self._production = production_of(self.config.port("production"))
+        for core, directory in enumerate(self.plan.node_dirs()):
+            hurrying = asyncio.create_task(self.hurry(directory))
+            try:
+                await fleet.start(self.plan.node(core), progress)
+            finally:
+                hurrying.cancel()
+                await asyncio.gather(hurrying, return_exceptions=True)
         await self.connect()
 
+    async def hurry(self, directory: Path) -> None:
+        """Give the engine that the agent of this directory starts a normal share of its core.
+
+        In the idle class it waits for ever for a core that another program wants too, and nothing is measured yet.
+        """
+        client = ControlClient(directory, Tokens.load(self.plan.root / parts.TOKEN_FILE))
+        while True:
+            try:
+                status = await asyncio.to_thread(client.status)
+                if status["engine"]["pid"]:
+                    await asyncio.to_thread(client.set, sched="normal")
+                    return
+            except RoseError:
+                pass  # the agent does not listen yet
+            await asyncio.sleep(0.2)
+
     async def connect(self) -> None:
-        """Once the agents run.
+        """Once the agents run; their engines are of the idle class from then on.
 
         Raises:
             RoseError: Production does not take part with its memory, so nothing could be measured.
@@ -207,6 +225,7 @@ class World:
             lease = place.serving.read()
             if lease is None or lease.phase != Phase.READY or lease.support != Support.ELASTIC:
                 raise RoseError(f"production is not elastic in {place.directory}: {lease}")
+        await self._set(sched="idle")
 
     def total_pages(self) -> int:
         return sum(place.total_pages() for place in self.places)
@@ -281,6 +300,13 @@ class World:
             drafted=metrics.get("vllm:spec_decode_num_draft_tokens_total", 0),
             accepted=metrics.get("vllm:spec_decode_num_accepted_tokens_total", 0),
         )
+
+
+def production_of(port: int) -> psutil.Process:
+    """The server at this port, below us."""
+    word = f"--port={port}"
+    below = psutil.Process().children(recursive=True)
+    return next(each for each in below if word in _argv(each) and "serve" in _argv(each))
 
 
 def _sum(records: Sequence[Any], name: str) -> int:

@@ -160,5 +160,6 @@ KINDS: dict[str, Kind] = {
     # Room for all of them: who waits for a slot measures the adapters' number, not their cost.
     "lora": Kind(options={**ADAPTERS, "max_loras": 2}, num_adapters=2),
     "sliding": Kind(shape="gemma3"),
-    "dp2": Kind(options={"data_parallel_size": 2}, num_cores=2),
+    # vLLM would start an API server for each core: a second thing more.
+    "dp2": Kind(options={"data_parallel_size": 2, "api_server_count": 1}, num_cores=2),
 }

@@ -61,10 +61,11 @@ class World:
     """Stands in for the engines."""
 
     def __init__(self, records: Path) -> None:
+        self.in_force = ""
         self.plan = argparse.Namespace(records_path=records, traffic=lambda: None)
 
     async def enter(self, arm: Arm) -> None:
-        pass
+        self.in_force = arm.name
 
     async def read(self) -> Any:
         return None
@@ -77,10 +78,11 @@ async def test_the_sender_ends_when_the_slowest_request_has_ended(
     monkeypatch.setattr(coserve, "SOLO_LEAD_S", 0.0)
     plan = schedule()
     sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.6)
+    world = World(sender.records)
 
     blocks = await coserve._run(
         argparse.Namespace(minutes=None, run=0),
-        World(sender.records),  # type: ignore[arg-type]
+        world,  # type: ignore[arg-type]
         sender,  # type: ignore[arg-type]
         plan,
         Stages(Console(quiet=True)),
@@ -88,6 +90,7 @@ async def test_the_sender_ends_when_the_slowest_request_has_ended(
 
     assert len(blocks) == len(plan.blocks)
     assert sorted(sender.at_the_end) == [0, 1, 2, 3]
+    assert world.in_force == "alone_1"  # after rollouts alone, who still waits has the core to itself
 
 
 async def test_who_never_answers_is_not_waited_for_for_ever(tmp_path: Path) -> None:

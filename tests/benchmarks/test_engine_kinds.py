@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.coserving import world
 from benchmarks.coserving.plan import Prefix, Timing, make_schedule
-from benchmarks.coserving.world import BenchPlan
+from benchmarks.coserving.rollouts import Registry
+from benchmarks.coserving.world import BenchPlan, World
 from benchmarks.lib.engine_kinds import FEATURES, KINDS, arguments
+from rose.auth import Tokens
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase, ServingLease
 from rose.demo.demo_config import DemoConfig
+from rose.demo.fleet import Part
+from rose.demo.parts import TOKEN_FILE
 from rose.demo.traffic import load_plan
+from rose.errors import RoseError
 from rose.evaluation.arrivals import Arrival
+from rose.policy.compat import Support
 
 
 def test_options_become_arguments_of_the_command() -> None:
@@ -57,6 +69,55 @@ def test_several_engine_cores_have_a_node_each_and_one_has_the_servers_own(plan:
     assert [str(one) in table for one, table in zip(plan.node_dirs(), tables, strict=True)] == [True, True]
     assert plan.config.url("scheduler") in tables[0]
     assert plan.config.url("scheduler") not in tables[1]
+
+
+class Client:
+    """Stands in for the agents' control sockets: each has its engine when it is asked for the third time."""
+
+    said: ClassVar[list[tuple[str, dict[str, str]]]] = []
+
+    def __init__(self, directory: Path, _: Tokens) -> None:
+        self.name, self.asked = directory.name, 0
+
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked == 1:
+            raise RoseError("nobody listens")
+        return {"engine": {"pid": 7 if self.asked == 3 else None}}
+
+    def set(self, **settings: str) -> None:
+        self.said.append((self.name, settings))
+
+
+class Parts:
+    """Stands in for the fleet: a node is ready when its engine was hurried."""
+
+    async def start(self, part: Part, _: Any) -> None:
+        if part.spec.name != "production":
+            while len(Client.said) < 1 + (part.spec.name == "dedicated"):  # noqa: ASYNC110 - said in another thread
+                await asyncio.sleep(0.01)
+
+
+async def test_engines_start_as_others_do_and_are_measured_in_the_idle_class(
+    plan: BenchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan.kind = KINDS["dp2"]
+    monkeypatch.setattr(world, "ControlClient", Client)
+    monkeypatch.setattr(Client, "said", [])
+    monkeypatch.setattr(world, "production_of", lambda *_: None)
+    Tokens.generate().save(plan.root / TOKEN_FILE)
+    registries = [Registry(1), Registry(2)]
+    for registry in registries:
+        registry.worker = {}
+    with ExitStack() as writers:
+        for directory in plan.node_dirs():
+            directory.mkdir(mode=0o700)
+            writer = writers.enter_context(NodeDir(directory).serving_lease_writer())
+            writer.write(ServingLease(phase=Phase.READY, support=Support.ELASTIC))
+        await World(plan.config, plan, *registries).start(Parts(), None)  # type: ignore[arg-type]
+
+    normal, idle = {"sched": "normal"}, {"sched": "idle"}
+    assert Client.said == [("dp0", normal), ("dp1", normal), ("dp0", idle), ("dp1", idle)]
 
 
 def test_a_model_with_windows_has_the_plain_ones_size_and_tokenizer(tmp_path: Path) -> None:
