@@ -6,7 +6,7 @@
 Sixteen cells (``benchmarks/sim/paper_cells.py``): GRPO and DAPO, 8B and 32B, batches of 256 and 1,024 trajectories, production about 19 % and 60 % busy
 (fitted by ``benchmarks/sim/paper_production.py``).  Arms: ``fixed``, the job's own engines; ``paper``, the paper's policies; ``rose``, the daemons'
 defaults; ``rose_levers``, with the scheduler's two levers for the tail, rollout steps that stop at a layer and chunks of 512 tokens while production stands
-still (each by itself, and streamed steps: ``benchmarks/sim/levers.py``; wide dedicated engines beside narrow ones and speculation are not simulated).  ``ceiling``: the
+still (each by itself, and streamed steps: ``benchmarks/sim/levers.py``, which has wide engines beside narrow ones too; speculative decoding is not simulated).  ``ceiling``: the
 harvestable GPUs are the job's own; ``unlimited``: an engine for every trajectory.
 
 **Search**, the same for every arm, on seeds 1000 and 1001, mean step time: one pass over the coordinates in ``coordinates()``, each value

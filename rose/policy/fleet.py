@@ -94,6 +94,7 @@ class Fleet:
         max_model_len: int,
         cap: int | None = None,
         max_num_seqs: int | None = None,
+        for_tail: bool = False,
     ) -> list[WorkerDown]:
         """Add or replace a worker.  A new incarnation buries the old one; the same one changes nothing."""
         old = self.workers.get(worker_id)
@@ -114,6 +115,7 @@ class Fleet:
             cap=cap,
             limit=Concurrency.at_cap(cap) if self.params.adaptive_cap else None,
             has_own_cap=own_cap is not None,
+            for_tail=for_tail,
             max_num_seqs=max_num_seqs,
             registered_at_s=at_s,
             heard_at_s=at_s,

@@ -124,8 +124,9 @@ class Placer:
                 self._fresh.discard(turn_id)
                 turn.hold = self.why(turn, at_s)
                 continue
-            if turn.is_tail and (own := mask & table.dedicated[:count]).any():
-                mask, rows = own, own.nonzero()[0]
+            if turn.is_tail:
+                mask = self._for_tail(mask)
+                rows = mask.nonzero()[0]
             candidate = self._candidate(turn, at_s)
             eligible = Eligible(table, mask, rows)
             worker = self.policy.choose(candidate, eligible)
@@ -161,6 +162,14 @@ class Placer:
             return []
         mask = self._narrow(turn, mask, at_s)
         return [worker for worker in self.fleet if mask[table.rows[worker.worker_id]]]
+
+    def _for_tail(self, mask: Mask) -> Mask:
+        """Those of ``mask`` that a turn of the tail goes to: the first choice for it, else dedicated ones, else any."""
+        table = self.fleet.table
+        for better in (table.for_tail, table.dedicated):
+            if (own := mask & better[: len(mask)]).any():
+                return own
+        return mask
 
     def _wait_for_prefix(self, turn: Turn, mask: Mask, at_s: float) -> Mask:
         """``mask`` without workers that would read the prompt again, while the turn may wait for the one that need not.

@@ -77,6 +77,8 @@ class WorkerRegistered:
     max_model_len: int
     cap: int | None = None
     max_num_seqs: int | None = None
+    for_tail: bool = False
+    """The first choice for the longest trajectories (``TurnParams.tail_fraction``): it runs over more GPUs than other dedicated ones, say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -462,8 +464,8 @@ class TurnParams:
     migrate_margin_s: float = 0.25
     """And so much longer on top: what asking and placing take."""
     tail_fraction: float = 0.0
-    """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
-    one is free.  0: off."""
+    """Turns of this share of trajectories, those with the longest predicted rest, take a worker ``for_tail`` when one is
+    free, else a dedicated one.  0: off."""
     alarm_horizon_s: float = 60.0
     """A turn is looked at this often even when nothing is due: keeps the list of alarms short."""
     min_alarm_s: float = 0.25

@@ -136,6 +136,7 @@ class TurnBook(TurnLife):
             max_model_len=event.max_model_len,
             cap=event.cap,
             max_num_seqs=event.max_num_seqs,
+            for_tail=event.for_tail,
         )
         self._fleet_shrank()
         return [action for item in down for action in self._evacuate(item.worker_id, item.reason, event.at_s)]

@@ -57,6 +57,8 @@ class Worker:
     duty: Duty = Duty.ACTIVE
     has_own_cap: bool = False
     """Registered with a cap, so a change of the default leaves it."""
+    for_tail: bool = False
+    """The first choice for the longest trajectories."""
     max_num_seqs: int | None = None
     """What its engine runs at once, where it says so; ``cap`` is never above."""
     limit: Concurrency | None = None

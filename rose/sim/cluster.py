@@ -56,6 +56,8 @@ class SimNode:
     config: NodeConfig
     cap: int | None = None
     """None: the scheduler's own for its tier."""
+    for_tail: bool = False
+    """The first choice for the longest trajectories."""
     lent_until_s: float = -math.inf
     """Of a borrowed one."""
     lending: Lending | None = None
@@ -167,9 +169,10 @@ class SimCluster:
         version: Version | None,
         cap: int | None = None,
         run: str = "",
+        for_tail: bool = False,
     ) -> SimNode:
         config = self.configs.dedicated if device.serving is None else self.configs.harvested
-        node = SimNode(device=device, tier=tier, config=config, cap=cap, run=run)
+        node = SimNode(device=device, tier=tier, config=config, cap=cap, run=run, for_tail=for_tail)
         self.nodes[name] = node
         if device.memory is not None:
             device.memory.fixed = config.lending.policy == "static"
@@ -195,6 +198,7 @@ class SimCluster:
                 model="policy",
                 max_model_len=node.config.engine.max_model_len,
                 cap=node.cap,
+                for_tail=node.for_tail,
             )
         )
         self.report(name, node, now_s)

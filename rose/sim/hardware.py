@@ -110,14 +110,14 @@ class Hardware:
     def serving_page_tokens(self) -> float:
         return PAGE_BYTES / self.serving_model.kv_bytes_per_token
 
-    def rollout_pages(self) -> int:
-        """KV pages of an engine that runs rollouts only.
+    def rollout_pages(self, num_gpus: int, field: str = "fleet.rollout_gpus") -> int:
+        """KV pages of an engine that runs rollouts only, over so many GPUs.
 
         Raises:
             ConfigError: The model does not fit, or a whole trajectory does not fit what it leaves.
         """
-        num, job = self._scenario.fleet.rollout_gpus, self._scenario.job
-        pages = self._pages(num, self.policy_model.weight_bytes, "fleet.rollout_gpus")
+        job = self._scenario.job
+        pages = self._pages(num_gpus, self.policy_model.weight_bytes, field)
         tokens = int(pages * self.rollout_page_tokens())
         if tokens < job.max_model_len:
             raise ConfigError(
@@ -153,11 +153,13 @@ class Hardware:
                 "serverless": fleet.spot,
                 "trainers": fleet.trainers // fleet.rollout_gpus,
             }[extra]
-            if fleet.dedicated + more == 0:
+            if fleet.dedicated + fleet.wide + more == 0:
                 raise ConfigError(f"{name} has no engine to sample with", field="fleet.dedicated")
             if fleet.serving:
                 self.serving_pages(shared=extra == "harvest")
             if fleet.dedicated or extra != "harvest":
-                self.rollout_pages()
+                self.rollout_pages(fleet.rollout_gpus)
+            if fleet.wide:
+                self.rollout_pages(fleet.wide_gpus, "fleet.wide_gpus")
         self.rollout_steps(fleet.rollout_gpus)
         self.serving_steps()

@@ -84,6 +84,9 @@ class FleetSection(Section):
     """GPUs of the trainer."""
     rollout_gpus: int = Field(default=1, ge=1, le=64)
     """GPUs per rollout engine (tensor parallel); on a serving host it shares those of the serving engine."""
+    wide: int = Field(default=0, ge=0, le=1024)
+    """Rollout engines that the job owns besides, each of ``wide_gpus``: the first choice for the longest trajectories (``scheduler.tail_fraction``)."""
+    wide_gpus: int = Field(default=4, ge=1, le=64)
     serving_gpus: int = Field(default=1, ge=1, le=64)
     memory_use: float = Field(default=0.9, gt=0, le=1)
     reserve_gb: NotNegative = 4.0
@@ -253,6 +256,10 @@ class Scenario(Section):
             raise ValueError(f"unknown system '{''.join(unknown[:1])}'; known: {', '.join(SYSTEMS)}")
         if self.baseline is not None and self.baseline not in self.systems:
             raise ValueError(f"baseline '{self.baseline}' is not among the systems")
-        if self.fleet.dedicated + self.fleet.serving + self.fleet.spot == 0:
+        if self.mode == "fleet" and self.fleet.wide:
+            raise ValueError(
+                "a cell of a large fleet has engines of one width: fleet.wide is for mode 'exact'"
+            )
+        if self.fleet.dedicated + self.fleet.wide + self.fleet.serving + self.fleet.spot == 0:
             raise ValueError("the fleet has no engine")
         return self

@@ -172,10 +172,11 @@ class SimWorld(Hooks):
             attention_s=self.hardware.rollout_attention_s(num_gpus),
         )
 
-    def _own_device(self, name: str) -> SimDevice:
-        """A device that runs rollouts only."""
-        pages, page_tokens = self.hardware.rollout_pages(), self.hardware.rollout_page_tokens()
-        engine = self._rollout_engine(self.scenario.fleet.rollout_gpus)
+    def _own_device(self, name: str, num_gpus: int | None = None) -> SimDevice:
+        """A device that runs rollouts only, over ``fleet.rollout_gpus`` unless said."""
+        num_gpus = num_gpus or self.scenario.fleet.rollout_gpus
+        pages, page_tokens = self.hardware.rollout_pages(num_gpus), self.hardware.rollout_page_tokens()
+        engine = self._rollout_engine(num_gpus)
         engine.budget_tokens = int(pages * page_tokens)
         return SimDevice(
             name,
@@ -226,6 +227,11 @@ class SimWorld(Hooks):
             name = f"d{index}"
             run = runs[index // fleet.dedicated]
             cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0), run=run)
+        for index in range(fleet.wide * len(runs)):
+            name = f"w{index}"
+            run = runs[index // fleet.wide]
+            device = self._own_device(name, fleet.wide_gpus)
+            cluster.join(name, device, Tier.DEDICATED, version=(0, 0), run=run, for_tail=True)
         for index in range(fleet.serving):
             name = f"s{index}"
             device = self._serving_device(name, system.extra == "harvest")
@@ -529,7 +535,8 @@ def simulate(
             node.device.rollout_busy_s for node in world.cluster.nodes.values() if node.device.serving is None
         ),
     }
-    gpus = scenario.num_jobs * (fleet.dedicated * fleet.rollout_gpus + fleet.trainers)
+    own = fleet.dedicated * fleet.rollout_gpus + fleet.wide * fleet.wide_gpus
+    gpus = scenario.num_jobs * (own + fleet.trainers)
     return SimResult(
         system=world.system,
         scenario=scenario,

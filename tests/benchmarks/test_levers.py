@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.sim import levers
-from benchmarks.sim.paper_cells import CELLS
+from benchmarks.sim.paper_cells import CELLS, Cell, Setting, scenario_of
 
 CELL = next(cell for cell in CELLS if cell.name == "grpo_8b_256_quiet")
 
@@ -45,6 +45,7 @@ def test_a_lever_that_shortens_steps_pays_and_says_what_is_left_of_harvesting(
     assert told(summary, "streamed.pays_on_fixed")
     assert told(summary, "none.harvest") == pytest.approx(102.065 / 82.065, abs=1e-3)
     assert told(summary, "streamed.harvest") == pytest.approx(92.065 / 72.065, abs=1e-3)
+    assert told(summary, "streamed.over_tuned") == pytest.approx(102.065 / 72.065, abs=1e-3)
 
 
 def test_one_that_changes_nothing_does_not_pay(summary: dict[str, Any]) -> None:
@@ -56,6 +57,17 @@ def test_one_that_costs_production_does_not_pay(summary: dict[str, Any]) -> None
     assert told(summary, "stops.rose_gain_low") > 1
     assert told(summary, "stops.misses_added_high") > levers.MOST_ADDED
     assert not told(summary, "stops.pays_on_rose")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_wide_engines_are_made_of_the_job_s_own_gpus(cell: Cell) -> None:
+    setting = Setting(system="rose", tensor_parallel=8)
+    scenario, _ = scenario_of(cell, "rose", setting, 1000)
+    before, fleet = scenario.fleet, levers.with_lever(scenario, "wide").fleet
+    gpus = before.dedicated * before.rollout_gpus
+    assert fleet.dedicated * fleet.rollout_gpus + fleet.wide * fleet.wide_gpus == gpus
+    assert fleet.wide_gpus == gpus // 2 > fleet.rollout_gpus
+    assert fleet.dedicated > 0
 
 
 def test_a_cell_that_is_not_whole_says_nothing() -> None:

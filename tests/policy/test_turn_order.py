@@ -189,6 +189,27 @@ def test_a_tail_turn_takes_a_dedicated_worker_when_one_is_free() -> None:
     assert dispatches(submit(book, "more")) != []  # anywhere rather than nowhere
 
 
+def test_the_tail_goes_to_the_worker_that_is_for_it_before_other_dedicated_ones() -> None:
+    book = book_of("random", tail_fraction=0.2)
+    history(book, [100] * 60 + [1000] * 20)
+    join(book, "wide", Tier.DEDICATED, for_tail=True)
+    for index in range(3):
+        join(book, f"narrow{index}", Tier.DEDICATED)
+        join(book, f"h{index}", Tier.HARVESTED)
+
+    def place_of_a_long_turn(name: str) -> str:
+        book.remaining.made(f"t-{name}", "j", 200)
+        (sent,) = dispatches(submit(book, name))
+        return sent.worker_id
+
+    short = {dispatches(submit(book, f"short{index}"))[0].worker_id for index in range(40)}
+    assert len(short) == 7  # nothing is kept free for it
+    assert {place_of_a_long_turn(f"long{index}") for index in range(5)} == {"wide"}
+    book.handle(te.WorkerDuty(at_s=0.0, worker_id="wide", duty=Duty.CORDONED))
+    assert {place_of_a_long_turn(f"longer{index}")[:6] for index in range(5)} == {"narrow"}
+    book.check()
+
+
 def test_the_queue_is_bounded() -> None:
     book = book_of(max_queued=2)
     submit(book, "a")

@@ -22,11 +22,24 @@ _seq = {"n": 0}
 
 
 def join(
-    book: TurnBook, name: str, tier: Tier, at_s: float = 0.0, incarnation: str = "1", **beat: Any
+    book: TurnBook,
+    name: str,
+    tier: Tier,
+    at_s: float = 0.0,
+    incarnation: str = "1",
+    *,
+    for_tail: bool = False,
+    **beat: Any,
 ) -> None:
     book.handle(
         te.WorkerRegistered(
-            at_s=at_s, worker_id=name, incarnation=incarnation, tier=tier, model="m", max_model_len=1000
+            at_s=at_s,
+            worker_id=name,
+            incarnation=incarnation,
+            tier=tier,
+            model="m",
+            max_model_len=1000,
+            for_tail=for_tail,
         )
     )
     hear(book, name, at_s, incarnation=incarnation, **beat)

@@ -193,6 +193,31 @@ def test_harvesting_moves_tokens_to_serving_engines_and_costs_no_gpu_hours() -> 
     assert rose.allocated_s == 0
 
 
+def test_wide_engines_are_faster_belong_to_the_job_and_sample_the_longest_trajectories(
+    tmp_path: Path,
+) -> None:
+    """Without harvested engines, so that the tail has no other place to be fast."""
+    path = tmp_path / "journal"
+    job = {**TINY["job"], "algorithm": "grpo", "num_groups": 24, "turns_log_std": 0.9}
+    fleet = {"dedicated": 2, "serving": 0, "trainers": 2, "wide": 1, "wide_gpus": 2}
+    scenario = tiny(job=job, fleet=fleet, num_steps=1, duration_s=3600.0, scheduler={"tail_fraction": 0.1})
+
+    run = simulate(scenario, "fixed_ours", journal_path=path, check=True)
+
+    sent: dict[str, list[str]] = {}
+    for line in path.open():
+        if line.split()[1] == "dispatch":
+            _, _, turn, _, worker = line.split()
+            sent.setdefault(worker, []).append(turn)
+    assert set(sent) == {"d0", "d1", "w0"}
+    late = {
+        worker: sum(int(turn.split(".")[-1]) >= 8 for turn in turns) / len(turns)
+        for worker, turns in sent.items()
+    }
+    assert late["w0"] > 1.3 * max(late["d0"], late["d1"])
+    assert run.billed_gpu_s == pytest.approx((2 * 1 + 1 * 2 + 2) * run.duration_s)
+
+
 def test_misses_are_judged_request_by_request_over_the_window_of_both_runs() -> None:
     arrived_s = [0.0, 10.0, 20.0, 30.0, 100.0]
     late, alone = {0: 0.0, 1: 10.0, 4: 100.0}, {1: 10.0, 3: 30.0}
