@@ -39,10 +39,10 @@ POLICY = (
         "contention",
     ),
     *("deadlines", "fleet", "growth", "lending", "lending_events", "lending_policy", "migration", "pace"),
-    *("packed", "placing", "remaining", "routing", "speed", "stop_reasons", "turn", "turn_events"),
+    *("packed", "placing", "remaining", "rounds", "routing", "speed", "stop_reasons", "turn", "turn_events"),
     *("turn_life", "turns", "worker"),
 )
-SIMULATOR = ("cluster", "device", "engine", "events", "memory")
+SIMULATOR = ("board", "cluster", "device", "engine", "events", "memory")
 SOURCES = (
     "rose/lineage.py",
     *(f"rose/policy/{name}.py" for name in POLICY),

@@ -452,9 +452,8 @@ class SimCluster:
         self.counters.found += request.cached
         self.ttft_s.append((request.arrived_s, first_s - request.arrived_s))
         late = is_late(first_s - request.arrived_s, device.slo_ttft_s)
-        tokens = request.kept + request.target
-        if tokens > 1:
-            each_s = (now_s - first_s) / (tokens - 1)
+        each_s = request.token_s(now_s)
+        if each_s is not None:
             self.tpot_s.append((request.arrived_s, each_s))
             late = late or is_late(each_s, device.slo_tpot_s)
         if late:

@@ -7,7 +7,8 @@ the step.  An arrival or a cut ends the phase at the next step boundary, as in a
 Two engines on one device take turns: one step of each per cycle, whose length is the sum less an overlap.  Whether, and with
 how many tokens, the rollout engine takes part is :func:`rose.policy.admission.admit`'s decision, asked at each phase.
 With ``priority`` they do not: the rollout engine moves only while serving stands still, and a request stops it at once.
-With ``preempt_s`` they do, but a request that arrives stops the rollout step in progress at a layer, and the step goes on later.
+With ``rounds`` a cycle has several rollout steps (:mod:`rose.policy.rounds`); a request that arrives ends it with the step in progress.
+With ``preempt_s`` they take turns, but a request that arrives stops the rollout step in progress at a layer, and the step goes on later.
 
 Memory is pages of 2 MiB.  Who may use which of them is in the books that say so live (:mod:`rose.sim.memory`).
 Serving that lacks pages claims them (``DeviceListener.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
@@ -19,9 +20,10 @@ import math
 from itertools import islice
 from typing import Protocol
 
-from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
-from rose.policy.coserving.timing import latest_start, prompt_work_s
+from rose.policy.admission import AdmissionParams, Demand, Rule, admit
+from rose.policy.rounds import RoundParams, Rounds
 from rose.policy.stop_reasons import RECLAIMED
+from rose.sim.board import board_of
 from rose.sim.engine import Request, SimEngine
 from rose.sim.events import EventQueue
 from rose.sim.memory import SharedMemory
@@ -57,6 +59,7 @@ class SimDevice:
         serving_page_tokens, rollout_page_tokens: Tokens whose keys and values fit one page.
         priority: Serving preempts rollout steps, instead of a step of each in turn.
         overlap: Share of the shorter of two steps that is free.
+        rounds: How many rollout steps follow one of serving's, at most; with admission by slack.
         preempt_s: How soon a rollout step stops for a request that arrives, to go on later; None = it does not.
         idle_chunk_tokens: Prompt tokens of a rollout step while serving stands still; None = the engine's own chunk.
     """
@@ -76,6 +79,7 @@ class SimDevice:
         overlap: float = 0.0,
         preempt_s: float | None = None,
         idle_chunk_tokens: int | None = None,
+        rounds: RoundParams | None = None,
         slo_ttft_s: float = 0.5,
         slo_tpot_s: float = 0.15,
         unmap_s: float = 0.02,
@@ -97,6 +101,8 @@ class SimDevice:
         self.unmap_s = unmap_s
         self.params = params or AdmissionParams()
         self.gated = self.params.rule is not Rule.FREE
+        several = rounds is not None and rounds.most > 1 and self.params.rule is Rule.SLACK and not priority
+        self.rounds = Rounds(params=rounds, slo_tpot_s=slo_tpot_s) if rounds is not None and several else None
         self.memory = SharedMemory(total_pages) if serving is not None and rollout is not None else None
         self.lend_pages = total_pages if serving is None else 0
         self.rollout_up = False
@@ -123,6 +129,9 @@ class SimDevice:
         self._longest_s = 0.0
         self._from_s = 0.0
         self._rollout_count = 0
+        self._round = 1
+        """Rollout steps of each of this phase's cycles."""
+        self._rollout_growth_s = 0.0
         self._serving_growth_s = 0.0
         self._preempted = False
         self._credit_s = 0.0
@@ -171,12 +180,12 @@ class SimDevice:
         self.serving.add(request)
         if self.priority and self._active and self._serving_s <= 0:
             # What the running step had done is lost here; a real one would finish later.
-            self._count = min(self._count, self._steps_done(now_s))
+            self._count = self._rollout_count = min(self._count, self._steps_done(now_s))
             self._phase += 1
-            self._rollout_count = self._count
             self.queue.at(now_s, self._boundary, self._phase)
             return
-        if self.preempt_s is None or not self._preempt(now_s, self.preempt_s):
+        preempt_s = self.preempt_s
+        if not (self._cut_round(now_s) if preempt_s is None else self._preempt(now_s, preempt_s)):
             self.poke(now_s)
 
     def _preempt(self, now_s: float, preempt_s: float) -> bool:
@@ -198,9 +207,38 @@ class SimDevice:
         if end_s >= began_s + self._cycle_s + done * self._growth_s - _EPSILON_S:
             return False
         self._preempted = True
-        self._rollout_count = done
         self._count = done + (self._serving_s > 0)
-        self._credit_s = max(0.0, end_s - began_s - serving_s)
+        self._rollout_count, self._credit_s = done * self._round, max(0.0, end_s - began_s - serving_s)
+        while (
+            self._rollout_count + 1 < (done + 1) * self._round
+            and (step_s := self._rollout_step_s(self._rollout_count)) <= self._credit_s
+        ):
+            self._rollout_count += 1
+            self._credit_s -= step_s
+        self._phase += 1
+        self.queue.at(end_s, self._boundary, self._phase)
+        return True
+
+    def _rollout_step_s(self, number: int) -> float:
+        """Of the running phase's rollout step of this number, from 0."""
+        return self._rollout_s + number * self._rollout_growth_s
+
+    def _cut_round(self, now_s: float) -> bool:
+        """End a cycle of several rollout steps with the one in progress; whether that is sooner than its end."""
+        if not self._active or self._inside or self._round == 1 or self._preempted:
+            return self._preempted
+        done = self._steps_done(now_s)
+        if done >= self._count:
+            return False
+        end_s = self._start_s + (done + 1) * self._cycle_s + self._growth_s * done * (done + 1) / 2
+        number = last = (done + 1) * self._round
+        while number > done * self._round + 1 and end_s - self._rollout_step_s(number - 1) >= now_s:
+            number -= 1
+            end_s -= self._rollout_step_s(number)
+        if number == last:
+            return False
+        self._preempted = True
+        self._count, self._rollout_count = done + 1, number
         self._phase += 1
         self.queue.at(end_s, self._boundary, self._phase)
         return True
@@ -239,9 +277,15 @@ class SimDevice:
             return
         done = self._steps_done(now_s)
         if done + 1 < self._count and not self._preempted:
-            self._count = self._rollout_count = done + 1
+            self._count = done + 1
+            self._rollout_count = self._count * self._round
             self._phase += 1
             self.queue.at(self._end_s(), self._boundary, self._phase)
+
+    def _k(self, rollout: SimEngine, now_s: float) -> float:
+        """Its count of steps as of now."""
+        runs = self._active and self._rollout_s > 0
+        return rollout.k + (self._steps_done(now_s) * self._round * self._rate if runs else 0.0)
 
     def start(self, now_s: float) -> None:
         """The rollout engine is up, empty."""
@@ -249,14 +293,11 @@ class SimDevice:
         self.poke(now_s)
 
     def stop(self, now_s: float) -> list[tuple[Request, int]]:
-        """The rollout engine is gone, with everything it held; each request and the tokens it had sampled by now.
-        Whoever stops it tells the scheduler."""
+        """The rollout engine is gone, with all that it held; each request and the tokens it had sampled.  Whoever stops it tells the scheduler."""
         rollout = self.rollout
         if rollout is None or not self.rollout_up:
             return []
-        k = rollout.k
-        if self._active and self._rollout_s > 0:
-            k += self._steps_done(now_s) * self._rate
+        k = self._k(rollout, now_s)
         # Its part of the running phase never happens.
         self._rollout_prefill, self._rate, self._rollout_s = 0.0, 0.0, 0.0
         gone = [(request, request.kept + request.produced(k)) for request in rollout.requests.values()]
@@ -315,6 +356,8 @@ class SimDevice:
                 if request.repeated is not None:
                     serving.keep(request, request.repeated)
                 host.served(self, request, now_s)
+                if self.rounds is not None and (each_s := request.token_s(now_s)) is not None:
+                    self.rounds.served(each_s)
         if rollout is not None and self._rollout_s > 0:
             self.rollout_busy_s += length_s
             _, ended = rollout.advance(self._rollout_count, self._rollout_prefill, self._rate)
@@ -389,6 +432,7 @@ class SimDevice:
         steps = math.inf
         serving_s = rollout_s = serving_growth = rollout_growth = 0.0
         self._serving_prefill = self._rollout_prefill = self._rate = 0.0
+        self._round = 1
         if serving is not None and serving.requests:
             steps = self._plan_serving(serving, now_s)
             if serving.prefilling or serving.running:
@@ -409,7 +453,6 @@ class SimDevice:
         if rollout is not None and self.rollout_up and rollout.requests:
             rollout_steps = self._plan_rollout(rollout, serving_s > 0, now_s)
             if rollout_steps > 0:
-                steps = min(steps, rollout_steps)
                 decodes = rollout.running * self._rate
                 rollout_s = (
                     rollout.base_s
@@ -422,33 +465,43 @@ class SimDevice:
                     attention_s, longer_s = rollout.prompt_attention_s(self._rollout_prefill)
                     rollout_s += attention_s
                     rollout_growth += longer_s
+                self._round = self._round_steps(rollout_s, rollout_steps)
+                steps = min(steps, rollout_steps // self._round)
             elif serving_s > 0:
                 steps = min(steps, math.ceil(CLOSED_RECHECK_S / serving_s))
         self._serving_s, self._rollout_s = serving_s, rollout_s
         if serving_s <= 0 and rollout_s <= 0:
             return
-        cycle_s, growth_s = serving_s + rollout_s, serving_growth + rollout_growth
+        num = self._round
+        cycle_s = serving_s + num * rollout_s + rollout_growth * num * (num - 1) / 2
+        growth_s = serving_growth + num * num * rollout_growth
         if serving_s > 0 and rollout_s > 0:
             cycle_s -= self.overlap * min(serving_s, rollout_s)
-            growth_s -= self.overlap * (serving_growth if serving_s <= rollout_s else rollout_growth)
+            growth_s -= self.overlap * (serving_growth if serving_s <= rollout_s else num * rollout_growth)
             if self._ttft_slack_s < math.inf:
                 steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
         count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
-        self._longest_s = max(self._longest_s, rollout_s + rollout_growth * (count - 1))
+        self._longest_s = max(self._longest_s, rollout_s + rollout_growth * (count * num - 1))
         self._from_s = start_s = now_s + self._stall_s
         if rollout_s > 0 and self._credit_s:
             start_s -= min(self._credit_s, 0.999 * rollout_s)
             self._credit_s = 0.0
         self._cycle_s, self._growth_s, self._count, self._start_s = cycle_s, growth_s, count, start_s
-        self._rollout_count, self._serving_growth_s = count, serving_growth
+        self._rollout_count, self._rollout_growth_s = count * num, rollout_growth
+        self._serving_growth_s = serving_growth
         self._stall_s = 0.0
         self._active = True
         self._phase += 1
         if rollout is not None and rollout_s > 0 and rollout.cached_tokens:
-            growth = count * rollout.running * self._rate
+            growth = count * num * rollout.running * self._rate
             rollout.evict_to(rollout.budget_tokens - rollout.used_tokens - growth)
-        end_s = start_s + count * cycle_s + growth_s * count * (count - 1) / 2
-        self.queue.at(end_s, self._boundary, self._phase)
+        self.queue.at(self._end_s(), self._boundary, self._phase)
+
+    def _round_steps(self, rollout_s: float, most: float) -> int:
+        """Rollout steps of each cycle of this phase: one, unless serving decodes alone and can spare more."""
+        if self.rounds is None or self.slack_s is None or self._ttft_slack_s < math.inf:
+            return 1
+        return int(min(self.rounds.fit(slack_s=self.slack_s, step_s=rollout_s), most))
 
     def _cycles_within(self, slack_s: float, rollout_s: float, delay_s: float) -> int:
         """How many cycles until admission, asked before each rollout step as engines do, would say no: each of them
@@ -497,12 +550,14 @@ class SimDevice:
             return 0.0
         chunk, rate = rollout.chunk_tokens, 1.0
         if beside_serving and self.gated:
+            serving = self.serving
+            assert serving is not None
             demand = Demand(
                 num_decodes=rollout.running,
                 prefill_tokens=int(rollout.pending_tokens),
                 context_tokens=int(rollout.context_tokens),
             )
-            board = self._board(now_s)
+            board = board_of(serving, now_s, self.slo_ttft_s, self.slo_tpot_s)
             model = rollout.asked_model(self.params.max_prefill_tokens)
             answer = admit(now_s, board=board, model=model, params=self.params, demand=demand)
             self.slack_s = answer.slack_s
@@ -527,39 +582,6 @@ class SimDevice:
             self.closed = True
             return 0.0
         return steps
-
-    def _board(self, now_s: float) -> BoardView:
-        """What ``serving.board`` would say at this boundary: latest starts, serving's own work taken off."""
-        serving = self.serving
-        assert serving is not None
-        decode_s = (
-            serving.base_s + serving.running * serving.decode_s + serving.context_tokens * serving.context_s
-        )
-        first = (
-            serving.prefilling[0] if serving.prefilling else serving.waiting[0] if serving.waiting else None
-        )
-        ttft_s = None
-        if first is not None and first.first_s is None:
-            pending = serving.pending_tokens or first.prompt
-            work_s = prompt_work_s(
-                pending,
-                chunk_tokens=serving.chunk_tokens,
-                decode_step_s=decode_s,
-                prefill_token_s=serving.prefill_s,
-                attention_s=(
-                    serving.prompt_attention_s(pending)[0]
-                    if serving.prefilling
-                    else serving.attention_s * pending * pending / 2
-                ),
-            )
-            ttft_s = latest_start(first.arrived_s, self.slo_ttft_s, work_s)
-        return BoardView(
-            running=serving.running,
-            waiting=len(serving.prefilling) + len(serving.waiting),
-            ttft_deadline_s=ttft_s,
-            # Between two steps: its last token has just come.
-            tpot_deadline_s=latest_start(now_s, self.slo_tpot_s, decode_s) if serving.running else None,
-        )
 
     def check(self) -> None:
         """Memory is never promised twice, and both engines' books hold."""

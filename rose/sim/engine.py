@@ -77,6 +77,11 @@ class Request:
         self.done = False
         self.admitted = False
 
+    def token_s(self, ended_s: float) -> float | None:
+        """Seconds between its tokens, on average; None where it made one, or none yet."""
+        tokens = self.kept + self.target
+        return None if tokens <= 1 or self.first_s is None else (ended_s - self.first_s) / (tokens - 1)
+
     def produced(self, k: float) -> int:
         """Tokens sampled since it last joined the batch, at step count ``k``."""
         if self.join_k is None:

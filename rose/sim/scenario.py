@@ -76,6 +76,11 @@ class FleetSection(Section):
     idle_chunk_tokens: int | None = Field(default=None, ge=16)
     """Prompt tokens of a harvested engine's step while serving stands still, at most: what a request that then arrives waits for.  None =
     ``job.chunk_tokens``."""
+    round_steps: int = Field(default=1, ge=1, le=64)
+    """With ``turns``, and admission by slack: rollout steps for each of production's, at most.  As many as its slack holds, fewer once a request's own
+    tokens come further apart than ``round_tpot`` allows, and one while a first token is owed (``rose.policy.rounds``)."""
+    round_tpot: float = Field(default=0.5, gt=0, le=1)
+    """Share of ``serving.slo_tpot_ms`` that the tokens of a request may lie apart on average."""
     dedicated: int = Field(default=8, ge=0, le=16384)
     """Rollout engines that the job owns."""
     serving: int = Field(default=16, ge=0, le=16384)

@@ -20,6 +20,7 @@ from rose.errors import ConfigError
 from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.coserving.timing import is_late
+from rose.policy.rounds import RoundParams
 from rose.policy.worker import Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import JOB, Counters, SimCluster
@@ -213,6 +214,7 @@ class SimWorld(Hooks):
             overlap=scenario.efficiency.overlap,
             preempt_s=scenario.fleet.preempt_s,
             idle_chunk_tokens=scenario.fleet.idle_chunk_tokens,
+            rounds=RoundParams(most=scenario.fleet.round_steps, tpot_share=scenario.fleet.round_tpot),
             slo_ttft_s=node.serving.slo_ttft_ms / 1e3,
             slo_tpot_s=node.serving.slo_tpot_ms / 1e3,
             params=node.gate.params(),

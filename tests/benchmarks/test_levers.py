@@ -22,6 +22,7 @@ def rows(late: dict[str, int], step_s: dict[str, float]) -> dict[str, dict[str, 
                 found[f"{key}/{seed}"] = {
                     "step_s": step_s.get(key, 100.0) + 0.01 * seed,
                     "end_s": 300.0,
+                    "tpot_p99_ms": 50.0 if lever == "rounds" else 20.0,
                     "late": [(number, 10.0) for number in range(late.get(key, 0))],
                 }
     return found
@@ -68,6 +69,11 @@ def test_wide_engines_are_made_of_the_job_s_own_gpus(cell: Cell) -> None:
     assert fleet.dedicated * fleet.rollout_gpus + fleet.wide * fleet.wide_gpus == gpus
     assert fleet.wide_gpus == gpus // 2 > fleet.rollout_gpus
     assert fleet.dedicated > 0
+
+
+def test_what_a_lever_costs_production_s_tokens_stands_beside_it(summary: dict[str, Any]) -> None:
+    assert told(summary, "none.tpot_p99_ms") == 20.0
+    assert told(summary, "rounds.tpot_p99_ms") == 50.0
 
 
 def test_a_cell_that_is_not_whole_says_nothing() -> None:

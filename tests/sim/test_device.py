@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rose.policy.admission import AdmissionParams, Rule, StepModel
+from rose.policy.rounds import RoundParams
 from rose.sim.device import SimDevice
 from rose.sim.engine import Request, SimEngine
 from rose.sim.events import EventQueue
@@ -122,7 +123,7 @@ def test_out_of_memory_preempts_the_youngest_and_every_request_still_ends_whole(
 
 
 def shared_device(
-    *, gated: bool, total: int = 4000, priority: bool = False, **others: Any
+    *, gated: bool, total: int = 4000, priority: bool = False, slo_tpot_s: float = 0.03, **others: Any
 ) -> tuple[SimDevice, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
     device = SimDevice(
@@ -136,7 +137,7 @@ def shared_device(
         priority=priority,
         **others,
         slo_ttft_s=0.2,
-        slo_tpot_s=0.03,
+        slo_tpot_s=slo_tpot_s,
     )
     device.rollout_up = True
     device.lend_pages = total * 9 // 10
@@ -420,3 +421,111 @@ def test_a_rollout_step_beside_an_idle_engine_reads_no_more_than_it_is_allowed_t
 
     assert steps_s[None] == pytest.approx(MODEL.predict(2000 // 4))
     assert steps_s[64] == pytest.approx(MODEL.predict(round(2000 / 32)), rel=0.01)
+
+
+def in_rounds(most: int, **others: Any) -> tuple[SimDevice, EventQueue, Recorder]:
+    """Five turns that decode, with production's limit far away."""
+    device, queue, host = shared_device(
+        gated=True, total=200_000, slo_tpot_s=0.5, rounds=RoundParams(most=most), **others
+    )
+    device.slo_ttft_s = 5.0
+    for index in range(5):
+        device.add(Request(f"turn{index}/1", 100, 2000, 0.0), 0.0)
+    queue.run(1.0)
+    return device, queue, host
+
+
+def test_with_several_rollout_steps_in_turn_tokens_of_production_lie_so_many_steps_further_apart() -> None:
+    """By hand: after its first token a step of its own for each, and three of five turns, which grow by one token each."""
+    device, queue, host = in_rounds(3)
+    rollout = device.rollout
+    assert rollout is not None
+    request = Request("p", 100, 100, queue.now_s)
+    device.arrive(request, queue.now_s)
+    context: list[float] = []
+
+    def look(now_s: float, _: object) -> None:
+        if request.first_s is None:
+            queue.at(now_s + 1e-4, look)
+        else:
+            context.append(rollout.context_tokens)
+
+    queue.at(queue.now_s, look)
+    queue.run(1e3)
+
+    took_s, read = 0.0, int(context[0])
+    for token in range(99):
+        took_s += MODEL.predict(0, 1, 101 + token)
+        for _ in range(3):
+            took_s += MODEL.predict(0, 5, read)
+            read += 5
+    assert request.token_s(host.ended["p"]) == pytest.approx(took_s / 99)
+
+
+@pytest.mark.parametrize("others", [{}, {"overlap": 0.3}])
+def test_a_phase_of_rounds_that_is_looked_at_in_the_middle_takes_as_long(others: dict[str, Any]) -> None:
+    ended = []
+    for looks in (0, 37):
+        device, queue, host = in_rounds(4, **others)
+        device.arrive(Request("p", 100, 300, queue.now_s), queue.now_s)
+        for look in range(looks):
+            queue.at(1.2 + 0.31 * look, lambda now_s, device: device.poke(now_s), device)
+        queue.run(1e3)
+        device.check()
+        ended.append(host.ended)
+
+    assert ended[1] == pytest.approx(ended[0])
+
+
+@pytest.mark.parametrize("after_s", [0.4, 0.4123, 0.451, 0.4777])
+def test_a_request_that_comes_in_a_round_waits_for_the_step_in_progress(after_s: float) -> None:
+    first_s = {}
+    for most in (1, 12):
+        device, queue, _ = in_rounds(most)
+        device.arrive(Request("p", 100, 300, queue.now_s), queue.now_s)
+        second = Request("q", 100, 300, queue.now_s + after_s)
+        queue.at(
+            second.arrived_s, lambda now_s, request, device=device: device.arrive(request, now_s), second
+        )
+        queue.run(1e3)
+        device.check()
+        assert second.first_s is not None
+        first_s[most] = second.first_s - second.arrived_s
+
+    # One step of each that was in progress, its own, and one rollout step beside that.
+    assert max(first_s.values()) < 4 * MODEL.predict(100, 6, 2000)
+
+
+def test_slow_requests_bring_the_rounds_down_to_what_production_may_take() -> None:
+    device, queue, host = in_rounds(32)
+    apart_s = []
+    for index in range(4):
+        request = Request(f"p{index}", 100, 20, queue.now_s)
+        device.arrive(request, queue.now_s)
+        while request.key not in host.ended:
+            queue.run(queue.now_s + 0.1)
+        apart_s.append(request.token_s(host.ended[request.key]))
+
+    # Half of 0.5 s is allowed, and the slack alone would hold it all.
+    assert apart_s[0] > 0.25
+    assert 0.05 < apart_s[-1] < 0.25
+
+
+def test_a_layer_stop_in_the_middle_of_a_round_loses_and_repeats_nothing() -> None:
+    sampled = {}
+    for preempt_s in (None, 0.001):
+        device, queue, host = in_rounds(6, preempt_s=preempt_s)
+        device.arrive(Request("p", 100, 400, queue.now_s), queue.now_s)
+        for index in range(40):
+            request = Request(f"q{index}", 50, 5, 1.1 + 0.0713 * index)
+            queue.at(
+                request.arrived_s,
+                lambda now_s, request, device=device: device.arrive(request, now_s),
+                request,
+            )
+        queue.run(1e3)
+        device.check()
+        assert len(host.ended) == 46
+        assert device.busy_s <= max(host.ended.values()) + 1e-6
+        sampled[preempt_s] = max(host.ended.values())
+    assert sampled[0.001] == pytest.approx(sampled[None], rel=0.02)
