@@ -63,7 +63,7 @@ def render(plan: CapacityPlan) -> str:
         _table(plan),
     )
     parts = [
-        f"<h1>What {escape(plan.scenario.name)} can lend to rollouts</h1>",
+        f"<h1>What {_name(plan)} can lend to rollouts</h1>",
         f'<p class="lead">{fleet.serving} engines of {escape(serving.model)} on {escape(fleet.device)}, beside them '
         f"{escape(plan.scenario.job.model)}. Traffic: {escape(traffic_line(plan.traffic))}. "
         "<b>Simulated with ROSE's own policies, not measured.</b></p>",
@@ -224,25 +224,31 @@ def _over_time(plan: CapacityPlan, *, load: bool) -> str:
     )
 
 
+def _name(plan: CapacityPlan) -> str:
+    """Of the fleet: what its file calls it; that of the built-in scenario says nothing."""
+    name = plan.scenario.name
+    return "this fleet" if name == "fleet" else escape(name)
+
+
 def _table(plan: CapacityPlan) -> str:
     def worth(value: float | None) -> str:
         return f"<td>{value:.2f}</td>" if plan.lends and value is not None else ""
 
     rows = "".join(
-        f"<tr><td>{NAMES[cell.window]}</td><td>{cell.load:.3g}</td><td>{cell.busy:.0%}</td><td>{cell.own:.0%}</td><td>{cell.most:.2f}</td>"
+        f"<tr><td>{NAMES[cell.window]}</td>{worth(cell.worth)}<td>{cell.load:.3g}</td><td>{cell.busy:.0%}</td><td>{cell.own:.0%}</td><td>{cell.most:.2f}</td>"
         f"<td>{cell.misses.num:,}</td><td>{cell.alone_missed:.2%}</td><td>{cell.misses.added} / {cell.misses.mended}</td>"
         f"<td>{cell.alone_ttft_p99_ms:.0f} / {cell.ttft_p99_ms:.0f}</td>"
         f"<td>{cell.alone_tpot_p99_ms:.1f} / {cell.tpot_p99_ms:.1f}</td>"
-        f"<td>{cell.cuts_per_min:.2f}</td>{worth(cell.worth)}</tr>"
+        f"<td>{cell.cuts_per_min:.2f}</td></tr>"
         for cell in plan.judged
     )
     head = "<th>worth, dedicated engines per engine</th>" if plan.lends else ""
     return (
-        '<div class="scroll"><style>.feels th { white-space: normal; vertical-align: bottom; }</style><table class="feels">'
-        "<tr><th>stretch</th><th>requests a second, engine</th><th>production busy, alone</th><th>its own steps, with rollouts</th><th>leaves, dedicated engines per engine</th>"
+        '<div class="scroll"><style>.feels th { white-space: normal; vertical-align: bottom; } .feels th, .feels td { padding-left: 3px; padding-right: 3px; }</style><table class="feels">'
+        f"<tr><th>stretch</th>{head}<th>requests a second, engine</th><th>production busy, alone</th><th>its own steps, with rollouts</th><th>leaves, dedicated engines per engine</th>"
         "<th>requests judged</th><th>late alone</th>"
         "<th>late only with / without</th><th>first token P99, ms, alone / with</th><th>per token P99, ms, alone / with</th>"
-        f"<th>cuts, engine and minute</th>{head}</tr>{rows}</table></div>"
+        f"<th>cuts, engine and minute</th></tr>{rows}</table></div>"
         '<p class="hint">Busy: a step is under way. Own steps: what they need for themselves; beside rollouts requests take longer and share '
         "more of them. Leaves: the rest of the time, and the part that two engines overlap. "
         "Late: over one of the two limits. Late only without rollouts happens too: a request shares its steps with others. "

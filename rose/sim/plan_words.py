@@ -100,10 +100,10 @@ def matters_most(plan: CapacityPlan) -> str:
         one = plan.swings[0]
 
         def gpus(value: float | None) -> str:
-            return "nothing that can be told" if value is None else f"{value:.1f} GPUs"
+            return "nothing can be told" if value is None else f"they are worth {value:.1f} GPUs"
 
         return (
-            f"{one.assumption.name}: {one.assumption.low} makes it {gpus(one.low_gpus)}, {one.assumption.high} "
+            f"{one.assumption.name}: at {one.assumption.low} {gpus(one.low_gpus)}, at {one.assumption.high} "
             f"{gpus(one.high_gpus)}"
         )
     if plan.verdict is Verdict.SAFE:

@@ -382,6 +382,19 @@ def test_the_page_names_what_matters_most_and_how_worth_is_computed(plan: Capaci
     assert f"{plan.scenario.cells.in_flight_per_engine * 3} trajectories" in page
 
 
+def test_what_a_stretch_is_worth_is_the_first_that_is_said_of_it(plan: CapacityPlan) -> None:
+    assert "<th>stretch</th><th>worth, dedicated engines per engine</th>" in render(plan)
+
+
+def test_a_fleet_that_nobody_named_is_this_fleet(plan: CapacityPlan) -> None:
+    unnamed, named = (
+        replace(plan, scenario=plan.scenario.model_copy(update={"name": name})) for name in ("fleet", "eu-1")
+    )
+
+    assert "<h1>What this fleet can lend" in render(unnamed)
+    assert "<h1>What eu-1 can lend" in render(named)
+
+
 def test_limits_that_production_misses_alone_are_asked_for_first(plan: CapacityPlan) -> None:
     late = replace(plan, judged=tuple(replace(each, alone_missed=0.07) for each in plan.judged))
 
