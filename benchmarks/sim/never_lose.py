@@ -19,7 +19,7 @@ lower end of ``gain_over_fixed`` is 0.99 or more with 4 and with 8 engines.  It 
 ``p90`` over ``h2`` are 1.01 or less.  The default becomes the arm that does both (of two, the one with the greater gain over the fixed
 system, both sizes together); if none does both it stays as it is.
 
-**Came out** (2026-11-24): none never loses, ``moving`` alone does no harm; the default stays.
+**Came out** (2026-11-24, and again 2026-11-26): none never loses, ``moving`` alone does no harm; the default stays.
 
 Results are kept in the file as they come: start it again and it goes on.
 """
