@@ -14,7 +14,8 @@ tuned again for a lever.  Levers, each alone, and in ``all`` those that cost no 
 - ``longest``: the longest predicted rest goes first in the queue (``scheduler.longest_first_s = 60``), on both, where ROSE's scheduler places the job's turns;
 - ``tail``: a tenth of the trajectories, the longest expected, goes to dedicated engines (``scheduler.tail_fraction = 0.1``), ROSE alone;
 - ``wide``: half of the job's GPUs are one engine, which is the first choice for the longest tenth, the others engines as narrow as production's (``fleet.wide``); the
-  fixed job's turns are then placed by ROSE's scheduler, which knows the longest.
+  fixed job's turns are then placed by ROSE's scheduler, which knows the longest;
+- ``copies``: up to 16 turns on harvested engines at once have a second copy on another engine that is expected to end no later (``job.copies = 16``), ROSE alone.
 
 Gain: step time without a lever over with it, same seed, on ``fixed`` and on ``rose``.  ``harvest``: step time of ``fixed`` over ``rose``'s, both with the
 lever: what is left of it is harvesting's; ``over_tuned``: of ``fixed`` without the lever over ``rose``'s with it, since a lever that ``fixed`` is worse off with flatters
@@ -62,8 +63,9 @@ LEVERS["all"] = {
     for section in ("job", "fleet", "scheduler")
 }
 LEVERS["wide"] = {"scheduler": {"tail_fraction": 0.1}}
-"""And the engines of :func:`half_wide`; it is none of ``all``."""
-OF_ROSE = ("stops", "rounds", "tail")
+"""And the engines of :func:`half_wide`; this and the next are none of ``all``."""
+LEVERS["copies"] = {"job": {"copies": 16}}
+OF_ROSE = ("stops", "rounds", "tail", "copies")
 """Levers that do nothing to a job by itself."""
 SYSTEMS = ("fixed", "rose")
 BATCH = 256

@@ -55,6 +55,37 @@ def made_tokens(turn: Turn) -> float | None:
     return max(float(counted), paced or 0.0) if counted or paced is not None else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """Of a running turn: tokens ``made`` by this attempt and expected to be ``left``, and how long these would take where it is."""
+
+    made: float
+    left: float
+    here_s: float
+
+
+def rest_of(turn: Turn, at_s: float) -> Rest | None:
+    """None: nobody knows, or too little of its engine."""
+    worker = turn.worker
+    assert worker is not None
+    made = made_tokens(turn)
+    if made is None or worker.speed.num_observed < MIN_OBSERVED:
+        return None
+    left = max(turn.expected_tokens - made, LEAST_LEFT * turn.expected_tokens, 1.0)
+    here = worker.speed
+    token_s = here.token_s + (worker.inflight - 1) * here.crowd_s
+    fresh = turn.num_tokens - turn.attempt_resident
+    lost_s = max(0.0, at_s - turn.attempt_at_s - made * token_s - fresh * here.prefill_s)
+    return Rest(made=made, left=left, here_s=left * token_s + lost_s)
+
+
+def there_s(turn: Turn, rest: Rest, worker: Worker, beside: int) -> float:
+    """How long the rest would take at ``worker``, beside so many other turns; what these lose by it counts."""
+    speed = worker.speed
+    read_s = speed.prefill_s * (turn.num_tokens + rest.made) * (1.0 + beside * COST.social_read)
+    return read_s + rest.left * (speed.token_s + beside * speed.crowd_s * (1.0 + COST.social))
+
+
 def to_move(
     turns: Iterable[Turn], homes: Callable[[Turn], list[Worker]], params: TurnParams, at_s: float
 ) -> list[Move]:
@@ -71,33 +102,21 @@ def to_move(
     for turn in turns:
         if turn.stopped_at_s is not None and at_s - turn.stopped_at_s < params.stall_s:
             coming[turn.stopped_for] += 1  # its engine has not answered yet
-        elif turn.spec.resumable:
+        elif turn.spec.resumable and not turn.spec.only_at:
             staying.append(turn)
     for turn in staying:
-        worker = turn.worker
-        assert worker is not None
-        made = made_tokens(turn)
-        if made is None or worker.speed.num_observed < MIN_OBSERVED:
-            continue
-        left = max(turn.expected_tokens - made, LEAST_LEFT * turn.expected_tokens, 1.0)
-        here = worker.speed
-        token_s = here.token_s + (worker.inflight - 1) * here.crowd_s
-        fresh = turn.num_tokens - turn.attempt_resident
-        lost_s = max(0.0, at_s - turn.attempt_at_s - made * token_s - fresh * here.prefill_s)
-        here_s = left * token_s + lost_s
-        if here_s <= params.migrate_margin_s:
+        rest = rest_of(turn, at_s)
+        if rest is None or rest.here_s <= params.migrate_margin_s:
             continue
         best: tuple[float, Worker] | None = None
         for home in homes(turn):
             beside = home.inflight + coming[home.worker_id]
             if beside >= home.slots:
                 continue
-            speed = home.speed
-            read_s = speed.prefill_s * (turn.num_tokens + made) * (1.0 + beside * COST.social_read)
-            there_s = read_s + left * (speed.token_s + beside * speed.crowd_s * (1.0 + COST.social))
-            if best is None or there_s < best[0]:
-                best = there_s, home
-        if best is not None and here_s > params.migrate_ratio * best[0] + params.migrate_margin_s:
-            found.append(Move(turn=turn, home=best[1], made=made, left=left, here_s=here_s))
+            needs_s = there_s(turn, rest, home, beside)
+            if best is None or needs_s < best[0]:
+                best = needs_s, home
+        if best is not None and rest.here_s > params.migrate_ratio * best[0] + params.migrate_margin_s:
+            found.append(Move(turn=turn, home=best[1], made=rest.made, left=rest.left, here_s=rest.here_s))
             coming[best[1].worker_id] += 1
     return found

@@ -64,7 +64,8 @@ class Placer:
     def put(self, turn: Turn) -> None:
         spec, turn_id = turn.spec, turn.spec.turn_id
         left = spec.max_tokens - len(turn.token_ids)
-        turn.expected_tokens = min(left, self.affinity.expected_tokens(spec))
+        expected = self.affinity.expected_tokens(spec)
+        turn.expected_tokens = min(left, max(1, expected - spec.num_copied) if spec.num_copied else expected)
         bisect.insort(self.queue, (turn.order, turn_id))
         self._fresh.add(turn_id)
         for until_s in turn.backoff_until_s.values():
@@ -155,9 +156,16 @@ class Placer:
 
     def homes(self, turn: Turn, at_s: float) -> list[Worker]:
         """Dedicated workers that could run this turn, which runs elsewhere, from where it is."""
+        return self._rooms(turn, self.fleet.table.dedicated, at_s)
+
+    def places(self, turn: Turn, at_s: float) -> list[Worker]:
+        """The same of all workers, its own too."""
+        return self._rooms(turn, self.fleet.table.everyone, at_s)
+
+    def _rooms(self, turn: Turn, among: Mask, at_s: float) -> list[Worker]:
         table = self.fleet.table
         count = len(table)
-        mask = self._suiting(self._class_of(turn)) & table.open[:count] & table.dedicated[:count]
+        mask = self._suiting(self._class_of(turn)) & table.open[:count] & among[:count]
         if not mask.any():
             return []
         mask = self._narrow(turn, mask, at_s)
@@ -231,6 +239,9 @@ class Placer:
         """``mask`` without workers that cannot hold the turn, or that it backs off from."""
         table = self.fleet.table
         mask = table.fits(mask, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens)
+        if turn.spec.only_at:
+            row = table.rows.get(turn.spec.only_at)
+            mask = mask & False if row is None else mask & (table.numbers[: len(mask)] == row)
         for worker_id, until_s in turn.backoff_until_s.items():
             if until_s > at_s and worker_id in table.rows:
                 mask[table.rows[worker_id]] = False

@@ -181,6 +181,10 @@ class TurnSubmitted:
     """New prompt tokens per sampled token, as the trainer measured them: the first guess of a kind's output."""
     run: str = ""
     """Whose weights sampled its trajectory so far; empty: nobody's yet, or of no name.  Counts where its job has named none."""
+    only_at: str = ""
+    """The one worker that may take it: it is a copy of a turn that runs elsewhere (``rose.policy.copies``)."""
+    num_copied: int = 0
+    """The last of its prompt's tokens, which that turn has sampled."""
 
     @property
     def shows_tokens(self) -> bool:

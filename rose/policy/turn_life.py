@@ -214,13 +214,15 @@ class TurnLife:
             if turn.attempt > 1:
                 turn.num_recomputed_tokens = max(0, turn.num_recomputed_tokens - cached)
         if event.finish_reason != "abort":
-            self.remaining.made(turn.spec.trajectory_id, turn.spec.history, len(turn.token_ids))
+            copied = turn.spec.num_copied
+            num_whole = copied + len(turn.token_ids)
+            self.remaining.made(turn.spec.trajectory_id, turn.spec.history, num_whole)
             self.affinity.finished(
                 turn.spec.trajectory_id,
                 turn.spec.history,
                 worker,
-                num_prompt=turn.spec.num_prompt_tokens,
-                num_new=len(turn.token_ids),
+                num_prompt=turn.spec.num_prompt_tokens - copied,
+                num_new=num_whole,
             )
             self._learn_speed(turn, worker, event.at_s, num_new, event.num_cached_tokens)
             return self._finish(turn, event.at_s, TurnState.DONE, event.finish_reason, event.stop_reason)

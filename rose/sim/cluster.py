@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from rose.coserve.node_config import NodeConfig
 from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.assigning import NOTHING_SAID, Switching
+from rose.policy.copies import CopyParams
 from rose.policy.coserving.timing import is_late
-from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     KillRollout,
     Mode,
@@ -30,10 +29,12 @@ from rose.policy.lending_events import (
 from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
+from rose.sim.copying import SimCopies
 from rose.sim.device import SimDevice
 from rose.sim.engine import Request
 from rose.sim.events import EventDigest, EventQueue
 from rose.sim.live import Configs
+from rose.sim.node import Counters, SimNode
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
 
@@ -45,59 +46,6 @@ HELD_STEP = 0.01
 ZEROS = tuple([0] * 65536)
 JOB = "job"
 """The only one of most scenarios; it names no run."""
-
-
-@dataclass(slots=True)
-class SimNode:
-    """One device with its agent's books."""
-
-    device: SimDevice
-    tier: Tier
-    config: NodeConfig
-    cap: int | None = None
-    """None: the scheduler's own for its tier."""
-    for_tail: bool = False
-    """The first choice for the longest trajectories."""
-    lent_until_s: float = -math.inf
-    """Of a borrowed one."""
-    lending: Lending | None = None
-    version: Version | None = None
-    run: str = ""
-    """Whose weights these are; empty where there is one job."""
-    is_switching: bool = False
-    """Its requests end for another run's weights."""
-    incarnation: int = 0
-    seq: int = 0
-    registered: bool = False
-    reported_s: float = -math.inf
-    reclaim_seen: int = 0
-    cut_due: bool = False
-
-
-@dataclass(slots=True)
-class Counters:
-    """Of one run; tokens are rollout tokens unless said otherwise."""
-
-    sampled: dict[str, int] = field(default_factory=lambda: dict.fromkeys((tier.value for tier in Tier), 0))
-    asked: int = 0
-    """Prompt tokens of production, and how many of them its prefix cache had."""
-    found: int = 0
-    prefilled: int = 0
-    cached: int = 0
-    lost: int = 0
-    """Sampled, then thrown away."""
-    recomputed: int = 0
-    turns: int = 0
-    requeued: int = 0
-    failed: int = 0
-    cuts: int = 0
-    kills: int = 0
-    delivered: int = 0
-    """In turns that ended, however they ended."""
-    dropped: int = 0
-    """Of turns that had to start again."""
-    fenced: int = 0
-    """Of attempts that were no longer live."""
 
 
 class SimCluster:
@@ -135,9 +83,11 @@ class SimCluster:
         self.provisioning = config.provisioning
         self.assigner = config.provisioning.assigner(self.book, is_training)
         self._assigned_s = -math.inf
+        most = 0 if system.plain_queue else scenario.job.copies
+        self.copies = SimCopies(self, CopyParams(most=most, ratio=scenario.job.copy_ratio)) if most else None
         self.num_switches = 0
         self._switching: dict[str, Switching] = {}
-        self._targets: dict[str, tuple[int, int, str, str]] = {}
+        self.targets: dict[str, tuple[int, int, str, str]] = {}
         """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
         self._actions: deque[te.Action] = deque()
         self._draining = False
@@ -260,6 +210,8 @@ class SimCluster:
                 self.heartbeat(name, node, now_s)
         self.feed(te.ClockTicked(at_s=now_s))
         self._provision(now_s)
+        if self.copies is not None:
+            self.copies.look(now_s)
 
     def _provision(self, now_s: float) -> None:
         """As ``rose.scheduler.provision`` does."""
@@ -543,7 +495,7 @@ class SimCluster:
         job: str = JOB,
     ) -> None:
         """A turn of ``num_prompt`` tokens that will sample ``target``; no policy sees the latter."""
-        self._targets[turn_id] = (target, num_prompt, trajectory, group if first else "")
+        self.targets[turn_id] = (target, num_prompt, trajectory, group if first else "")
         self.feed(
             te.TurnSubmitted(
                 at_s=self.queue.now_s,
@@ -582,7 +534,7 @@ class SimCluster:
         now_s = self.queue.now_s
         match action:
             case te.Dispatch():
-                target, prompt, trajectory, group = self._targets[action.turn_id]
+                target, prompt, trajectory, group = self.targets[action.turn_id]
                 request = Request(
                     f"{action.turn_id}/{action.attempt}",
                     prompt + action.num_kept_tokens,
@@ -599,21 +551,27 @@ class SimCluster:
             case te.AbortAttempt():
                 node = self.nodes.get(action.worker_id)
                 if node is not None and node.registered:
-                    node.device.remove(f"{action.turn_id}/{action.attempt}", now_s)
+                    key = f"{action.turn_id}/{action.attempt}"
+                    if self.copies is not None:
+                        self.copies.given_up(node.device.made(key, now_s))
+                    node.device.remove(key, now_s)
             case te.StopAttempt():
                 node = self.nodes.get(action.worker_id)
                 if node is not None and node.registered:
                     self.journal.write(now_s, "leave", action.turn_id, action.attempt, action.worker_id)
                     node.device.end(f"{action.turn_id}/{action.attempt}", now_s)
             case te.TurnEnded():
-                del self._targets[action.turn_id]
+                del self.targets[action.turn_id]
                 self.counters.turns += action.outcome is te.TurnState.DONE
                 self.counters.failed += action.outcome is te.TurnState.FAILED
                 self.counters.delivered += len(action.result.token_ids)
                 self.journal.write(now_s, "end", action.turn_id, action.outcome, action.reason)
-                self.on_turn(action, now_s)
+                if self.copies is None or self.copies.stands(action):
+                    self.on_turn(action, now_s)
             case te.Requeued():
                 self.counters.requeued += 1
+                if self.copies is not None:
+                    self.copies.requeued(action.turn_id)
             case te.TokensDropped():
                 self.counters.dropped += action.num_tokens
             case te.Fenced():
@@ -627,7 +585,7 @@ class SimCluster:
         live = sum(len(turn.token_ids) for turn in self.book.turns.values())
         sampled = sum(counters.sampled.values())
         assert sampled == counters.delivered + counters.dropped + counters.fenced + live
-        assert set(self._targets) == set(self.book.turns)
+        assert set(self.targets) == set(self.book.turns)
 
 
 def _turn_of(key: str) -> tuple[str, int]:

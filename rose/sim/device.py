@@ -287,6 +287,12 @@ class SimDevice:
         runs = self._active and self._rollout_s > 0
         return rollout.k + (self._steps_done(now_s) * self._round * self._rate if runs else 0.0)
 
+    def made(self, key: str, now_s: float) -> int:
+        """Tokens that a rollout request has sampled by now."""
+        assert self.rollout is not None
+        request = self.rollout.requests.get(key)
+        return 0 if request is None else request.kept + request.produced(self._k(self.rollout, now_s))
+
     def start(self, now_s: float) -> None:
         """The rollout engine is up, empty."""
         self.rollout_up = True

@@ -181,6 +181,11 @@ class JobSection(Section):
     streamed: bool = False
     """Forward and backward of a group begin when it is complete and the trainer is free, while the others still sample; one
     optimiser step follows the last.  False: they begin with the whole batch."""
+    copies: int = Field(default=0, ge=0, le=4096)
+    """Turns that run on harvested engines and hold the step back, at most so many at once, are sampled a second time elsewhere while nobody waits for
+    an engine; the first to end stands (``rose.policy.copies``).  Where ROSE's scheduler places turns."""
+    copy_ratio: Positive = 1.0
+    """A copy may be expected to take so many times as long as the turn's own rest."""
     fixed_slots: Literal["trajectory", "turn"] = "trajectory"
     """What holds a slot of the fixed systems' engines; see :class:`rose.sim.systems.System`."""
     max_model_len: int = Field(default=32768, ge=64)

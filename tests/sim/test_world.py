@@ -218,6 +218,33 @@ def test_wide_engines_are_faster_belong_to_the_job_and_sample_the_longest_trajec
     assert run.billed_gpu_s == pytest.approx((2 * 1 + 1 * 2 + 2) * run.duration_s)
 
 
+def test_copies_of_running_turns_shorten_no_turn_and_what_is_sampled_twice_is_counted(tmp_path: Path) -> None:
+    """Bursts of production hold some turns back on engines of which there are enough."""
+    path = tmp_path / "journal"
+    job = {**TINY["job"], "algorithm": "grpo", "num_groups": 8, "output_median": 300.0}
+    fleet = {**TINY["fleet"], "serving": 6}
+    scheduler = {"cap_dedicated": 4, "cap_harvested": 8}
+    plain, copied = (
+        simulate(
+            tiny(job={**job, "copies": copies}, fleet=fleet, scheduler=scheduler, duration_s=3600.0),
+            "rose",
+            journal_path=path,
+            check=True,
+        )
+        for copies in (0, 8)
+    )
+
+    assert [step.tokens for step in copied.steps] == [step.tokens for step in plain.steps]
+    assert copied.counters.turns == plain.counters.turns
+    counters = copied.counters
+    assert 0 < counters.copies_won < counters.copies
+    assert counters.copied > 0
+    assert plain.counters.copied == plain.counters.copies == 0
+    # At a turn's place only one is sampled to its end; the other is what was paid for it.
+    began = sum(line.split()[1] == "copy" for line in path.open())
+    assert began == counters.copies
+
+
 def test_misses_are_judged_request_by_request_over_the_window_of_both_runs() -> None:
     arrived_s = [0.0, 10.0, 20.0, 30.0, 100.0]
     late, alone = {0: 0.0, 1: 10.0, 4: 100.0}, {1: 10.0, 3: 30.0}
