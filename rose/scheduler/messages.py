@@ -64,8 +64,9 @@ def canonical_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(calls, list) and calls:
         canonical["tool_calls"] = [_call(call) for call in calls]
     if role != "assistant":
-        # Ours to compare as sent.  An assistant's own name or call ids are made up by whoever parsed it.
-        for field in ("name", "tool_call_id"):
+        # Ours to compare as sent.  An assistant's own name or call ids are made up by whoever parsed it.  The id of a call says which
+        # tool has answered: some clients add its name to that when they send their history again.
+        for field in ("tool_call_id",) if message.get("tool_call_id") else ("name",):
             if message.get(field):
                 canonical[field] = message[field]
     return canonical

@@ -364,6 +364,12 @@ async def test_a_message_that_holds_the_sentinel_cannot_move_the_bridge() -> Non
             {"role": "tool", "content": "a", "tool_call_id": "2"},
             False,
         ),
+        (
+            {"role": "tool", "content": "a", "tool_call_id": "1"},
+            {"role": "tool", "content": "a", "tool_call_id": "1", "name": "f"},
+            True,
+        ),
+        ({"role": "tool", "content": "a", "name": "f"}, {"role": "tool", "content": "a", "name": "g"}, False),
     ],
 )
 def test_messages_are_equal_when_they_mean_the_same(one: Any, two: Any, equal: bool) -> None:
