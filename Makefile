@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiled demo test conformance lint reference bench bench-quick bench-full gpu-rehearse clean
+.PHONY: help setup compiled demo test others conformance lint reference bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -25,6 +25,9 @@ demo: setup      ## run the main job on this machine and write out/demo/report.h
 # Images often forbid bytecode; without it each of the tests' many processes compiles our modules again, and each run the tests.
 test: setup .venv/.models  ## run all tests; lists the ones that need a GPU and were skipped
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+others: setup    ## the tests with other frameworks' packages (verifiers), in an environment of its own (a minute, once)
+	@$(BIN)/python scripts/others.py $(ARGS)
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,0 +1,55 @@
+"""The tests with packages of other frameworks, which cannot all be in one environment with ours.
+
+    python scripts/others.py             # all of them
+    python scripts/others.py verifiers
+
+Each has an environment in ``build/NAME`` with what ``requirements/NAME.txt`` pins, in front of all that ``.venv`` has, so that torch is there
+once.  Without it their tests are skipped by name.  Standard library only; safe to run again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = {
+    "verifiers": ("tests/scheduler/test_verifiers.py",),
+}
+
+
+def environment(name: str) -> Path:
+    """Make it where it is not, or was made of other pins; returns its interpreter."""
+    folder = ROOT / "build" / name
+    python, stamp = folder / "bin" / "python", folder / ".made-of"
+    pins = ROOT / "requirements" / f"{name}.txt"
+    if stamp.exists() and stamp.read_text() == pins.read_text():
+        return python
+    print(f"others: installing {name} into {folder}", flush=True)
+    venv.create(folder, clear=True, with_pip=False, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (ours,) = (ROOT / ".venv").resolve().glob("lib/python*/site-packages")
+    (packages / "rose_others.pth").write_text(f"{ours}\n")
+    command = [str(python), "-m", "pip", "install", "--no-input", "-q", "--no-deps", "-r", str(pins)]
+    subprocess.run(command, check=True)
+    stamp.write_text(pins.read_text())
+    return python
+
+
+def main(names: list[str]) -> int:
+    if unknown := set(names) - TESTS.keys():
+        print(f"others: there are {', '.join(TESTS)}, not {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}  # a .pth that is behind another's is not followed
+    worst = 0
+    for name in names or TESTS:
+        command = [str(environment(name)), "-m", "pytest", *TESTS[name]]
+        worst = max(worst, subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
