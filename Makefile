@@ -26,7 +26,7 @@ demo: setup      ## run the main job on this machine and write out/demo/report.h
 test: setup .venv/.models  ## run all tests; lists the ones that need a GPU and were skipped
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
-others: setup    ## the tests with other frameworks' packages (verifiers), in an environment of its own (a minute, once)
+others: setup    ## the tests with other frameworks' packages (verifiers, verl), each in an environment of its own (a minute each, once)
 	@$(BIN)/python scripts/others.py $(ARGS)
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/

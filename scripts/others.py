@@ -1,7 +1,7 @@
 """The tests with packages of other frameworks, which cannot all be in one environment with ours.
 
     python scripts/others.py             # all of them
-    python scripts/others.py verifiers
+    python scripts/others.py verl
 
 Each has an environment in ``build/NAME`` with what ``requirements/NAME.txt`` pins, in front of all that ``.venv`` has, so that torch is there
 once.  Without it their tests are skipped by name.  Standard library only; safe to run again.
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
     "verifiers": ("tests/scheduler/test_verifiers.py",),
+    "verl": ("tests/scheduler/test_verl_rollout.py", "tests/weights/test_verl.py"),
 }
 
 

@@ -176,6 +176,36 @@ class SchedulerClient:
             raise EngineError("is not text", field="choices[0].message.content")
         return content or ""
 
+    async def generate(
+        self, key: str, turn: int, *, token_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Sample turn ``turn`` of the trajectory whose ``key`` it is, from tokens: for trainers that render prompts themselves.
+
+        Args:
+            sampling_params: vLLM's, by its names; those that would change the model's distribution and are not named do not.
+
+        Returns:
+            At least ``token_ids``, a ``logprobs`` for each, ``finish_reason`` and ``versions`` (``[["a.v", start, n], ...]``).
+
+        Raises:
+            CapacityError: With status 504: no answer within ``turn_timeout_s``.  Else: the scheduler is away.
+        """
+        answer = await self._call(
+            "POST",
+            "/rose/v1/generate",
+            bearer(key),
+            {"token_ids": list(token_ids), "sampling_params": _UNCHANGED | dict(sampling_params)},
+            headers={"X-ROSE-Turn": str(turn)},
+            timeout_s=self._turn_timeout_s,
+            has_deadline=True,
+        )
+        num_sampled = len(_field(answer, "token_ids", list))
+        if len(_field(answer, "logprobs", list)) != num_sampled:
+            raise EngineError("are not as many as tokens", field="logprobs")
+        _field(answer, "finish_reason", str)
+        _field(answer, "versions", list)
+        return answer
+
     async def finish(
         self, trajectory_id: str, *, reward: float, success: bool, info: Mapping[str, Any]
     ) -> None:

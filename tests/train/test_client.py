@@ -185,6 +185,30 @@ async def test_a_reward_of_numpy_s_and_text_that_is_no_unicode_are_sent() -> Non
     assert bodies == [{"reward": 1.0, "success": True, "info": {"score": 0.5, "said": "\udc80"}}]
 
 
+@pytest.mark.parametrize("num_logprobs", [2, 1])
+async def test_a_turn_of_tokens_is_of_the_models_whole_distribution_and_has_its_log_probs(
+    num_logprobs: int,
+) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append((request.headers["X-ROSE-Turn"], await request.json()))
+        answer = {"token_ids": [7, 8], "logprobs": [-0.5] * num_logprobs, "finish_reason": "stop"}
+        return web.json_response({**answer, "versions": [["1.0", 0, 2]]})
+
+    async with answering(handle) as url, SchedulerClient(url) as client:
+        turn = client.generate("key", 3, token_ids=(1, 2), sampling_params={"max_tokens": 4, "top_k": -1})
+        if num_logprobs == 2:
+            assert (await turn)["token_ids"] == [7, 8]
+        else:
+            with pytest.raises(EngineError, match="logprobs"):
+                await turn
+    ((number, body),) = asked
+    assert (number, body["token_ids"]) == ("3", [1, 2])
+    sampling = {"max_tokens": 4, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    assert body["sampling_params"] == {**sampling, "presence_penalty": 0, "frequency_penalty": 0}
+
+
 async def test_a_lost_lease_is_asked_for_by_its_name() -> None:
     """The answer was lost on the way: under another name that batch would be locked until its lease ran out."""
     calls: list[tuple[str, str]] = []

@@ -1,9 +1,8 @@
 """verl's checkpoint engine over ROSE, between an actor of two ranks and two workers of a replica.
 
 A stand-in has what ``verl/checkpoint_engine/base.py`` declares at commit 1dda039b (0.10.0.dev, August 2026): the registry, and the
-six abstract methods with their names and parameters.  Where verl is installed (``pip install --no-deps verl tensordict omegaconf
-hydra-core codetiming pyvers orjson antlr4-python3-runtime==4.9.3``; 0.9.1 was), all is done with its own classes too.  They are driven
-as ``CheckpointEngineManager.update_weights`` does it.
+six abstract methods with their names and parameters.  Where verl is installed (``make others``: 0.9.1) all is done with its own classes
+too.  They are driven as ``CheckpointEngineManager.update_weights`` does it.
 """
 
 from __future__ import annotations
