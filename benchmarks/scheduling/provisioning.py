@@ -38,7 +38,8 @@ three gains; a run with a ``late_share`` above 0.02 says nothing.  (Two runs wer
 step, and by tokens, on 310 to 314, arms came out equal to the last one.)
 
 **Came out** (2026-11-25): 1.092 (1.034 to 1.154) over never, 0.937 (0.910 to 0.964) over always, 0.925 (0.886 to 0.954) over the best split, 59 switches an hour,
-which by the bar says nothing: others kept the machine busy, and on seed 322 engines were late for 2 to 9 % of their time.
+which by the bar says nothing: others kept the machine busy, and on seed 322 engines were late for 2 to 9 % of their time.  Again (2026-11-26), none
+late: 1.177 (1.126 to 1.240) over never, 0.913 (0.883 to 0.943) over always, 0.906 (0.883 to 0.931) over the best split, 81 switches an hour.  **Missed.**
 
 It says nothing of real engines or of the time of a real switch (``pull_s`` and ``commit_s`` in a node's heartbeat are measured there).
 """
