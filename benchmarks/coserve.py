@@ -63,9 +63,9 @@ from benchmarks.coserving.world import PORTS, VOCAB, BenchPlan, World, answered,
 from benchmarks.lib.engine_kinds import KINDS, PLAIN
 from benchmarks.lib.report import write
 from rose.auth import Tokens
-from rose.demo import parts
-from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
-from rose.demo.fleet import Fleet
+from rose.demo import programs
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutEngineSettings, TrafficSettings
+from rose.demo.supervisor import ProcessSupervisor
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace
 from rose.errors import ConfigError, RoseError
@@ -159,7 +159,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
             slo_ttft_s=(args.slo_ttft_ms or SLO_TTFT_MS) / 1e3,
             slo_tpot_s=args.slo_tpot_ms / 1e3,
         ),
-        rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
+        rollout=RolloutEngineSettings(kv_cache_bytes=KV_CACHE_BYTES),
         out=args.json.parent / "coserve-logs",
         start_timeout_s=240.0 * KINDS[args.engine].num_cores,
     )
@@ -172,7 +172,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     if len(first) < 2:
         raise ConfigError("the excerpt holds no traffic", field="--rate", fix="raise it")
     with SharedMemorySweep(), Workplace(keep=args.keep) as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = BenchPlan(config=config, cores=config.cores(), root=workplace.path, logs=config.out / "logs")
         plan.kind = KINDS[args.engine]
         plan.prepare(schedule.arrivals)
@@ -182,10 +182,10 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             ports = PORTS[0][: plan.kind.num_cores]
             registries = [await stack.enter_async_context(Registry(config.port(one))) for one in ports]
-            fleet = await stack.enter_async_context(Fleet(lambda _, t: stages.note(t)))
+            supervisor = await stack.enter_async_context(ProcessSupervisor(lambda _, t: stages.note(t)))
             world = World(config, plan, *registries)
             with stages.stage("Starting both engines on one core"):
-                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
+                await world.start(supervisor, lambda s: stages.update(f"{s:.0f} s"))
             os.sched_setaffinity(0, {config.cores()[1]})  # from here on core 0 is the engines' alone
             if args.workload == "tight" and args.slo_ttft_ms is None:
                 ttft_s = await world.first_token_s(config.traffic.prompt_max_tokens) / TIGHT_SHARE
@@ -197,7 +197,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
                 await stack.enter_async_context(Trajectories(one, NUM_TRAJECTORIES, VOCAB, args.seed))
                 for one in registries
             ]
-            blocks = await _run(args, world, fleet, schedule, stages)
+            blocks = await _run(args, world, supervisor, schedule, stages)
             counts = {
                 name: sum(getattr(one, name) for one in rollouts) for name in ("turns", "cut", "failed")
             }
@@ -236,13 +236,13 @@ def _burst(args: argparse.Namespace, segments: Any, timing: Timing) -> float | N
 
 
 async def _run(
-    args: argparse.Namespace, world: World, fleet: Fleet, schedule: Schedule, stages: Stages
+    args: argparse.Namespace, world: World, supervisor: ProcessSupervisor, schedule: Schedule, stages: Stages
 ) -> list[BlockRecord]:
     """Every block in its turn; the counters of each."""
     blocks: list[BlockRecord] = []
     timing = schedule.timing
     with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
-        await fleet.start(world.plan.traffic())
+        await supervisor.start(world.plan.traffic())
         zero_s = await traffic_start_s(world.plan.records_path)
         passed = len(schedule.blocks)
         for number, block in enumerate(schedule.blocks):
@@ -275,7 +275,7 @@ async def _run(
         await _until(zero_s + passed * timing.block_s)
         await world.enter(ARMS[ALONE_1])  # no request waits for rollouts that nobody measures
         await answered(world.plan.records_path, schedule.num_requests(passed))
-        await fleet.stop("traffic")
+        await supervisor.stop("traffic")
     return blocks
 
 

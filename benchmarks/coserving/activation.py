@@ -33,10 +33,10 @@ from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
 from rose.coserve.node_dir import NodeDir
-from rose.demo import parts
-from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
-from rose.demo.fleet import Fleet
+from rose.demo import programs
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutEngineSettings
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
+from rose.demo.supervisor import ProcessSupervisor
 from rose.demo.workplace import Workplace
 from rose.evaluation.statistics import percentile
 from rose.node_client import ControlClient
@@ -84,25 +84,25 @@ async def _measure(args: argparse.Namespace, report: Report) -> tuple[dict[str, 
     config = DemoConfig(
         base_port=args.base_port,
         production=ProductionSettings(kv_cache_bytes=KV_CACHE_BYTES),
-        rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
+        rollout=RolloutEngineSettings(kv_cache_bytes=KV_CACHE_BYTES),
         out=args.json.parent / "activation-logs",
     )
     core = min(os.sched_getaffinity(0))
     with SharedMemorySweep(), Workplace() as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = Plan(config=config, cores=(core, core), root=workplace.path, logs=config.out / "logs")
         plan.prepare([])
         plan.make_models()
         async with (
             Registry(config.port("scheduler")) as registry,
-            Fleet(lambda _, text: print(text)) as fleet,
+            ProcessSupervisor(lambda _, text: print(text)) as supervisor,
         ):
-            for part in (plan.production(), plan.node()):
-                print(f"starting {part.spec.name} ...", flush=True)
-                await fleet.start(part, lambda _: None)
+            for program in (plan.production(), plan.node()):
+                print(f"starting {program.spec.name} ...", flush=True)
+                await supervisor.start(program, lambda _: None)
             while registry.worker is None:  # noqa: ASYNC110 - another process registers
                 await asyncio.sleep(0.1)
-            client = ControlClient(plan.node_dir, Tokens.load(plan.root / parts.TOKEN_FILE))
+            client = ControlClient(plan.node_dir, Tokens.load(plan.root / programs.TOKEN_FILE))
             world = _World(registry, client, NodeDir(plan.node_dir))
             inactive = await asyncio.to_thread(world.footprint)
             print(f"inactive: {inactive}", flush=True)

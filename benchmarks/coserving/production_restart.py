@@ -36,9 +36,9 @@ from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens
 from rose.coserve.node_dir import NodeDir
-from rose.demo import parts
-from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
-from rose.demo.fleet import Part
+from rose.demo import programs
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutEngineSettings
+from rose.demo.supervisor import Program
 from rose.demo.workplace import Workplace
 from rose.node_client import ControlClient
 from rose.proc import Child
@@ -65,7 +65,7 @@ def main() -> int:
     config = DemoConfig(
         base_port=args.base_port,
         production=ProductionSettings(kv_cache_bytes=KV_CACHE_BYTES),
-        rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
+        rollout=RolloutEngineSettings(kv_cache_bytes=KV_CACHE_BYTES),
         out=args.json.parent / "production-restart-logs",
     )
     cores = config.cores()
@@ -91,7 +91,7 @@ def main() -> int:
 async def _round(config: DemoConfig, cores: tuple[int, int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with SharedMemorySweep(), Workplace() as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = BenchPlan(config=config, cores=cores, root=workplace.path, logs=config.out / "logs")
         plan.prepare([])
         plan.make_models()
@@ -105,7 +105,7 @@ async def _round(config: DemoConfig, cores: tuple[int, int]) -> dict[str, Any]:
             processes.kill("production")
             found["alone"] = {"start_s": await processes.start("production", production)}
             await processes.start("node", node)
-            client = ControlClient(plan.node_dir, Tokens.load(plan.root / parts.TOKEN_FILE))
+            client = ControlClient(plan.node_dir, Tokens.load(plan.root / programs.TOKEN_FILE))
             async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, config.seed):
                 for case in CASES:
                     await asyncio.to_thread(lambda: client.set(mode="on"))
@@ -140,7 +140,7 @@ async def _held(node: NodeDir) -> int:
 
 async def _asked(url: str) -> None:
     """Production does not only say that it is well: it answers."""
-    body = {"model": parts.PRODUCTION_MODEL, "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+    body = {"model": programs.PRODUCTION_MODEL, "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
     async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
         response.raise_for_status()
 
@@ -158,12 +158,12 @@ class _Processes:
         for child in self._children.values():
             child.kill()
 
-    async def start(self, name: str, part: Part) -> float:
+    async def start(self, name: str, program: Program) -> float:
         """Seconds until it is ready."""
         began_s = time.monotonic()
-        child = self._children[name] = Child.start(part.spec)
-        assert part.ready is not None
-        await child.wait_ready_async(part.ready, part.timeout_s, None)
+        child = self._children[name] = Child.start(program.spec)
+        assert program.ready is not None
+        await child.wait_ready_async(program.ready, program.timeout_s, None)
         return time.monotonic() - began_s
 
     def kill(self, name: str) -> None:

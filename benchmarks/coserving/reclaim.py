@@ -348,7 +348,7 @@ def _backstop_once(case: str) -> float:
     """Seconds from the deadline until the stopped engine's pages are free (its writer's lock is gone)."""
     from rose.auth import Tokens
     from rose.coserve.node_dir import NodeDir
-    from rose.demo.parts import to_toml
+    from rose.demo.programs import to_toml
     from rose.proc import free_port
 
     fake_engine = Path(__file__).resolve().parents[2] / "tests" / "coserve" / "fake_engine.py"

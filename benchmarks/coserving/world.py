@@ -29,10 +29,10 @@ from benchmarks.lib.engine_kinds import KINDS, PLAIN, Kind
 from rose.auth import Tokens
 from rose.coserve.node_dir import NodeDir, core_dir
 from rose.coserve.records import Phase
-from rose.demo import parts
+from rose.demo import programs
 from rose.demo.demo_config import DemoConfig
-from rose.demo.fleet import Fleet, Part
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
+from rose.demo.supervisor import ProcessSupervisor, Program
 from rose.demo.traffic import TrafficPlan, write_phase
 from rose.errors import RoseError
 from rose.node_client import ControlClient
@@ -42,15 +42,15 @@ PRODUCTION_RECIPE = replace(PRODUCTION, name="bench-production", num_layers=16)
 """Twice the demo's layers: one decode step takes 20 ms or more, which is where policies begin to differ."""
 POLICY_RECIPE = replace(POLICY, name="bench-policy", hidden_size=256, num_layers=4, head_size=64)
 """2 KiB of KV memory per token: rollouts need a real part of the device."""
-VOCAB = parts.BYTE_TOKENS
+VOCAB = programs.BYTE_TOKENS
 LONGEST_S = 60.0
 """A request that takes longer is an error."""
 PORTS = ("scheduler", "relay"), ("harvested", "dedicated")
 """Of the registry and the rollout engine beside each engine core; the demo's relay and its dedicated engine are not started here."""
 
 
-class BenchPlan(parts.Plan):
-    """The demo's parts with the benchmark's models, and nothing of its training side.
+class BenchPlan(programs.DemoPlan):
+    """The demo's programs with the benchmark's models, and nothing of its training side.
 
     Attributes:
         kind: What production has switched on.
@@ -65,9 +65,9 @@ class BenchPlan(parts.Plan):
         self.production_model, self.kind_args = self.kind.prepare(plain, self.root / "models")
         self.policy_model = ensure_model(POLICY_RECIPE, seed=self.config.seed)
 
-    def production(self) -> Part:
-        part = super().production()
-        return replace(part, spec=replace(part.spec, argv=(*part.spec.argv, *self.kind_args)))
+    def production(self) -> Program:
+        program = super().production()
+        return replace(program, spec=replace(program.spec, argv=(*program.spec.argv, *self.kind_args)))
 
     def node_dirs(self) -> list[Path]:
         """Of each of production's engine cores."""
@@ -78,14 +78,15 @@ class BenchPlan(parts.Plan):
         """The sender's plan: the whole schedule is one period."""
         plan = TrafficPlan(
             url=self.config.url("production"),
-            model=parts.PRODUCTION_MODEL,
+            model=programs.PRODUCTION_MODEL,
             period_s=schedule.length_s + LONGEST_S + 5.0,
             request_timeout_s=LONGEST_S,
             arrivals=[(a.at_s, a.prompt_tokens, a.output_tokens) for a in schedule.arrivals],
             prefixes=[(p.system, p.system_tokens, p.session, p.history_tokens) for p in schedule.prefixes],
             # By the pair, so that a request asks for the same in every arm.
             models=[
-                self.kind.model_of(key % PAIRS_PER_SEGMENT, parts.PRODUCTION_MODEL) for key in schedule.keys
+                self.kind.model_of(key % PAIRS_PER_SEGMENT, programs.PRODUCTION_MODEL)
+                for key in schedule.keys
             ],
             seed=self.config.seed,
             token_id_low=0,
@@ -96,7 +97,7 @@ class BenchPlan(parts.Plan):
         write_phase(self.phase_path, "bench")
         (self.root / "traffic.json").write_text(plan.model_dump_json())
 
-    def node(self, core: int = 0) -> Part:
+    def node(self, core: int = 0) -> Program:
         """The node agent beside one of production's engine cores: no relay, and a scheduler that only registers."""
         registry, name = PORTS[0][core], PORTS[1][core]
         engine = {**self._engine(name, core=self.cores[0]), "sched": "idle", "warm": True}
@@ -112,11 +113,11 @@ class BenchPlan(parts.Plan):
             "lending": {"reclaim_deadline_s": 3.0},
             "scheduler": {"url": self.config.url(registry)},
         }
-        part = self._node(name, self.node_dirs()[core], table)
+        program = self._node(name, self.node_dirs()[core], table)
         path = self.root / f"{name}.toml"
         # No relay in this benchmark: the engine keeps the weights it started with.
         path.write_text(re.sub(r"\n\[weights\][^\[]*", "\n", path.read_text()))
-        return part
+        return program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,21 +174,21 @@ class Place:
 
 
 class World:
-    """Reads and steers the running parts.  ``registries``: one for each of production's engine cores."""
+    """Reads and steers the running programs.  ``registries``: one for each of production's engine cores."""
 
     def __init__(self, config: DemoConfig, plan: BenchPlan, *registries: Registry) -> None:
         self.config, self.plan, self.registries = config, plan, registries
         self.places: list[Place] = []
         self._production: psutil.Process | None = None
 
-    async def start(self, fleet: Fleet, progress: Any) -> None:
+    async def start(self, supervisor: ProcessSupervisor, progress: Any) -> None:
         """Production, then the node agent with its engine; ready when both are."""
-        await fleet.start(self.plan.production(), progress)
+        await supervisor.start(self.plan.production(), progress)
         self._production = production_of(self.config.port("production"))
         for core, directory in enumerate(self.plan.node_dirs()):
             hurrying = asyncio.create_task(self.hurry(directory))
             try:
-                await fleet.start(self.plan.node(core), progress)
+                await supervisor.start(self.plan.node(core), progress)
             finally:
                 hurrying.cancel()
                 await asyncio.gather(hurrying, return_exceptions=True)
@@ -198,7 +199,7 @@ class World:
 
         In the idle class it waits for ever for a core that another program wants too, and nothing is measured yet.
         """
-        client = ControlClient(directory, Tokens.load(self.plan.root / parts.TOKEN_FILE))
+        client = ControlClient(directory, Tokens.load(self.plan.root / programs.TOKEN_FILE))
         while True:
             try:
                 status = await asyncio.to_thread(client.status)
@@ -215,7 +216,7 @@ class World:
         Raises:
             RoseError: Production does not take part with its memory, so nothing could be measured.
         """
-        tokens = Tokens.load(self.plan.root / parts.TOKEN_FILE)
+        tokens = Tokens.load(self.plan.root / programs.TOKEN_FILE)
         self.places = [
             Place(directory=one, client=ControlClient(one, tokens)) for one in self.plan.node_dirs()
         ]
@@ -247,7 +248,7 @@ class World:
         async with aiohttp.ClientSession() as session:
             for _ in range(count + 2):  # the first two warm it up
                 body = {
-                    "model": parts.PRODUCTION_MODEL,
+                    "model": programs.PRODUCTION_MODEL,
                     "prompt": [rng.randrange(VOCAB) for _ in range(prompt_tokens)],
                     "max_tokens": 1,
                     "ignore_eos": True,

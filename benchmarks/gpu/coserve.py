@@ -1,6 +1,6 @@
 """Stages with two engines, the 7B production shape and the 8B policy shape, on one GPU: table 1, and activation.
 
-The parts, the traffic and the analysis are those of ``benchmarks/coserve.py``; what differs is what a GPU needs: shapes without
+The programs, the traffic and the analysis are those of ``benchmarks/coserve.py``; what differs is what a GPU needs: shapes without
 weights, memory by the device's size, cores of their own for each engine's host side.  One stage is one repeat on the busiest 20 seconds; the
 repeats are put together by ``figures.table_1``.
 """
@@ -28,9 +28,9 @@ from benchmarks import coserve
 from benchmarks.gpu import figures, models
 from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, logs_folder, rehearsing, torch_on_gpu
 from rose.auth import Tokens, bearer
-from rose.demo import parts
-from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
-from rose.demo.fleet import Fleet, Part
+from rose.demo import programs
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutEngineSettings, TrafficSettings
+from rose.demo.supervisor import ProcessSupervisor, Program
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace
 from rose.errors import EngineError
@@ -86,7 +86,7 @@ def core_lists(cores: list[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 class GpuPlan(coserve.BenchPlan):
-    """The benchmark's parts on a GPU.
+    """The benchmark's programs on a GPU.
 
     Attributes:
         rung: Of the compute ladder, to be asked for; None: the one that it chooses.
@@ -105,14 +105,14 @@ class GpuPlan(coserve.BenchPlan):
             env.pop(name, None)
         return {**env, "VLLM_PLUGINS": "rose"}
 
-    def production(self) -> Part:
+    def production(self) -> Program:
         mine, _, _ = core_lists(sorted(os.sched_getaffinity(0)))
-        part = super().production()
+        program = super().production()
         settings = self.config.production
         argv = (
             *SERVE,
             str(self.production_model),
-            f"--served-model-name={parts.PRODUCTION_MODEL}",
+            f"--served-model-name={programs.PRODUCTION_MODEL}",
             "--host=127.0.0.1",
             f"--port={self.config.port('production')}",
             "--load-format=dummy",
@@ -120,8 +120,8 @@ class GpuPlan(coserve.BenchPlan):
             f"--gpu-memory-utilization={self.split.production}",
             f"--seed={self.config.seed}",
         )
-        env = {**part.spec.env, "ROSE_ALLOW_UNMEASURED": "1", "CUDA_VISIBLE_DEVICES": _device()}
-        return replace(part, spec=replace(part.spec, argv=argv, env=env, cores=tuple(mine)))
+        env = {**program.spec.env, "ROSE_ALLOW_UNMEASURED": "1", "CUDA_VISIBLE_DEVICES": _device()}
+        return replace(program, spec=replace(program.spec, argv=argv, env=env, cores=tuple(mine)))
 
     def _engine(self, name: str, core: int) -> dict[str, Any]:
         _, theirs, _ = core_lists(sorted(os.sched_getaffinity(0)))
@@ -142,7 +142,7 @@ class GpuPlan(coserve.BenchPlan):
         }
         return table
 
-    def _node(self, name: str, directory: Path, table: dict[str, Any]) -> Part:
+    def _node(self, name: str, directory: Path, table: dict[str, Any]) -> Program:
         # The reserve is held against the GPU's own figure where NVML can be asked for it.
         kind = "gpu" if importlib.util.find_spec("pynvml") is not None else "host"
         device: dict[str, Any] = {"kind": kind}
@@ -161,10 +161,10 @@ class GpuWorld(coserve.World):
         self._free_bytes = free_bytes
         self.free_beside_production = 0
 
-    async def start(self, fleet: Fleet, progress: Any) -> None:
-        await fleet.start(self.plan.production(), progress)
+    async def start(self, supervisor: ProcessSupervisor, progress: Any) -> None:
+        await supervisor.start(self.plan.production(), progress)
         self.free_beside_production = self._free_bytes()
-        await fleet.start(self.plan.node(), progress)
+        await supervisor.start(self.plan.node(), progress)
         await self.connect()
 
 
@@ -198,20 +198,20 @@ async def _with_engines(number: int, measure: Any, rung: str | None = None) -> t
     segments = coserve.make_segments(workload, config.shape(), timing, 1, number, rows)
     schedule = coserve.make_schedule(segments, ARMS, timing, number)
     with SharedMemorySweep(), Workplace(keep=False) as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = _plan(config, workplace.path, logs_folder(), rung)
         plan.prepare(schedule.arrivals)
         plan.write_traffic(schedule)
         plan.make_models()
         async with (
             coserve.Registry(config.port("scheduler")) as registry,
-            Fleet(lambda _, text: stages.note(text)) as fleet,
+            ProcessSupervisor(lambda _, text: stages.note(text)) as supervisor,
         ):
             world = GpuWorld(config, plan, registry, free_bytes)
             with stages.stage("Starting both engines on one GPU"):
-                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
+                await world.start(supervisor, lambda s: stages.update(f"{s:.0f} s"))
             run = SimpleNamespace(
-                stages=stages, config=config, plan=plan, schedule=schedule, world=world, fleet=fleet,
+                stages=stages, config=config, plan=plan, schedule=schedule, world=world, supervisor=supervisor,
                 registry=registry, number=number, workload=workload, free_bytes=free_bytes, rung=rung,
             )  # fmt: skip
             return await measure(run)
@@ -226,7 +226,7 @@ def _config(number: int, rate_hz: float) -> DemoConfig:
             output_median_tokens=24, output_max_tokens=400,
         ),
         production=ProductionSettings(max_model_len=8192, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S),
-        rollout=RolloutSettings(max_model_len=8192, max_num_seqs=256),
+        rollout=RolloutEngineSettings(max_model_len=8192, max_num_seqs=256),
         start_timeout_s=200.0,
     )  # fmt: skip
 
@@ -240,7 +240,7 @@ def _rehearsal_config(number: int) -> tuple[DemoConfig, float]:
             mean_rate_hz=1.5, output_median_tokens=8, output_max_tokens=16, prompt_max_tokens=200
         ),
         production=ProductionSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
-        rollout=RolloutSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
+        rollout=RolloutEngineSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
         start_timeout_s=400.0,
     )  # fmt: skip
     return config, 4.5
@@ -270,7 +270,7 @@ async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
         )
     args = argparse.Namespace(run=run.number, minutes=MINUTES)
     async with coserve.Trajectories(run.registry, NUM_TRAJECTORIES, coserve.VOCAB, run.number) as rollouts:
-        blocks = await coserve._run(args, run.world, run.fleet, run.schedule, run.stages)
+        blocks = await coserve._run(args, run.world, run.supervisor, run.schedule, run.stages)
         counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
     measured = {block.number for block in blocks}
     samples = coserve.label(to_samples(read_records(run.plan.records_path)), run.schedule, measured)
@@ -343,7 +343,7 @@ async def _first_token(http: aiohttp.ClientSession, registry: Any, number: int) 
 
 
 def _client(run: Any) -> ControlClient:
-    return ControlClient(run.plan.node_dir, Tokens.load(run.plan.root / parts.TOKEN_FILE))
+    return ControlClient(run.plan.node_dir, Tokens.load(run.plan.root / programs.TOKEN_FILE))
 
 
 async def _status(run: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from benchmarks.gpu import figures, models
 from benchmarks.gpu.common import GIB, Background, Figures, keep, place, rehearsing, torch_on_gpu
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
-from rose.demo.parts import ENGINE_ENV
+from rose.demo.programs import ENGINE_ENV
 from rose.errors import LedgerError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.coserving.chunks import MOVING, UNMAPPED

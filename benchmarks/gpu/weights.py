@@ -24,7 +24,7 @@ from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.node_config import NodeConfig
-from rose.demo.parts import ENGINE_ENV
+from rose.demo.programs import ENGINE_ENV
 from rose.errors import EngineError, WeightsError
 from rose.proc import free_port
 from rose.signatures import SigningKey

@@ -59,7 +59,7 @@ from safetensors.torch import save_file
 
 from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
-from rose.demo.parts import to_toml
+from rose.demo.programs import to_toml
 from rose.errors import RoseError
 from rose.node_client import ControlClient
 from rose.proc import free_port

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.report import Report
-from rose.demo.result import Block, steps_gain
+from rose.demo.result import MeasuredBlock, steps_gain
 
 MEDIANS = (
     "success_rise",
@@ -99,7 +99,7 @@ def main() -> int:
     args = parser.parse_args()
     report = Report("demo")
     found: dict[int, dict[str, Any]] = {}
-    pairs: list[Block] = []
+    pairs: list[MeasuredBlock] = []
     for folder in args.reports or run(args.out, [int(seed) for seed in args.seeds.split(",")], args.resume):
         document = json.loads((folder / "report.json").read_text())
         summary, details = document["summary"], document["details"]
@@ -124,11 +124,11 @@ def main() -> int:
     return 0
 
 
-def whole_pairs(blocks: Sequence[Mapping[str, Any]]) -> list[Block]:
+def whole_pairs(blocks: Sequence[Mapping[str, Any]]) -> list[MeasuredBlock]:
     """Blocks of a report two by two; a last one whose partner the job did not live to see is left out."""
     whole = blocks[: len(blocks) // 2 * 2]
     return [
-        Block(
+        MeasuredBlock(
             **{name: one[name] for name in ("harvesting", "start_s", "end_s", "num_steps")},
             tiers={},
         )

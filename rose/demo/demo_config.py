@@ -16,7 +16,7 @@ from rose.evaluation.arms import Slo
 from rose.evaluation.arrivals import TrafficShape
 from rose.train.envs.frozenlake import FrozenLakeParams
 
-PARTS = ("production", "relay", "scheduler", "harvested", "dedicated")
+SERVERS = ("production", "relay", "scheduler", "harvested", "dedicated")
 """What listens, in the order of its port from ``base_port``."""
 
 
@@ -44,7 +44,7 @@ class ProductionSettings(Section):
     slo_tpot_s: float = Field(default=0.15, gt=0)
 
 
-class RolloutSettings(Section):
+class RolloutEngineSettings(Section):
     """Both rollout engines.  Harvested KV memory comes on top of nothing: it is lent by production."""
 
     max_model_len: int = Field(default=512, ge=64)
@@ -76,7 +76,7 @@ class DemoConfig(Section):
     """Of blocks with harvesting off and on, each of one period of traffic."""
     trace: Path | None = None
     out: Path = Path("out/demo")
-    base_port: int = Field(default=18470, ge=1024, le=65535 - len(PARTS))
+    base_port: int = Field(default=18470, ge=1024, le=65535 - len(SERVERS))
     run_directory: Path | None = None
     """Parent of the private directory of a run; None = /dev/shm, or the temporary directory."""
     production_core: int | None = None
@@ -88,17 +88,17 @@ class DemoConfig(Section):
     keep_run_directory: bool = False
     traffic: TrafficSettings = TrafficSettings()
     production: ProductionSettings = ProductionSettings()
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: RolloutEngineSettings = RolloutEngineSettings()
     job: JobSettings = JobSettings()
 
     def ports(self) -> dict[str, int]:
-        return {f"{name} port": self.base_port + offset for offset, name in enumerate(PARTS)}
+        return {f"{name} port": self.base_port + offset for offset, name in enumerate(SERVERS)}
 
-    def port(self, part: str) -> int:
-        return self.base_port + PARTS.index(part)
+    def port(self, server: str) -> int:
+        return self.base_port + SERVERS.index(server)
 
-    def url(self, part: str) -> str:
-        return f"http://127.0.0.1:{self.port(part)}"
+    def url(self, server: str) -> str:
+        return f"http://127.0.0.1:{self.port(server)}"
 
     def slo(self) -> Slo:
         return Slo(ttft_s=self.production.slo_ttft_s, tpot_s=self.production.slo_tpot_s)

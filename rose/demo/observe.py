@@ -24,10 +24,10 @@ from rose.demo.result import (
     HARVESTED,
     TIERS,
     Curve,
-    Event,
     Reclaim,
-    Step,
+    StepRecord,
     TierCount,
+    TimelineEvent,
 )
 from rose.errors import LedgerError
 
@@ -108,8 +108,8 @@ class Observer:
         self._status: list[tuple[float, dict[str, TierCount]]] = []
         self._lent: list[tuple[float, float]] = []
         self._requests_by_second: dict[int, int] = {}
-        self.events: list[Event] = []
-        self.steps: list[Step] = []
+        self.events: list[TimelineEvent] = []
+        self.steps: list[StepRecord] = []
         self.cycles: list[tuple[str, float]] = []
         """``(phase, CLOCK_MONOTONIC)`` of every period that the sender began."""
         self.num_requests = 0
@@ -124,7 +124,7 @@ class Observer:
 
     def note(self, now_s: float, kind: str, text: str) -> None:
         if len(self.events) < MAX_EVENTS:
-            self.events.append(Event(at_s=round(self.at(now_s), 3), kind=kind, text=text))
+            self.events.append(TimelineEvent(at_s=round(self.at(now_s), 3), kind=kind, text=text))
         if kind == "kill":
             self._kills += 1
 
@@ -246,7 +246,7 @@ class Observer:
         step_s, lr = _number(record, "step_s") or 0.0, _number(record, "lr") or 0.0
         update = _table(record, "update")
         tiers = _table(record, "tiers")
-        step = Step(
+        step = StepRecord(
             step=int(number),
             start_s=self.at(end_s - step_s),
             end_s=self.at(end_s),

@@ -35,7 +35,7 @@ from rose.demo.result import (
     SHARED,
     TIERS,
     DemoResult,
-    Step,
+    StepRecord,
     TierCount,
     harvested_share,
     shared_tiers,
@@ -258,7 +258,7 @@ def _timeline(result: DemoResult) -> str:
     )
 
 
-def _step_spans(steps: Sequence[Step]) -> list[Span]:
+def _step_spans(steps: Sequence[StepRecord]) -> list[Span]:
     spans: list[Span] = []
     for step in steps:
         tip = f"step {step.step}: success {step.success_rate:.0%}"
@@ -288,7 +288,7 @@ def _step_spans(steps: Sequence[Step]) -> list[Span]:
     return spans
 
 
-def _steps_axis(steps: Sequence[Step]) -> Axis:
+def _steps_axis(steps: Sequence[StepRecord]) -> Axis:
     first, last = steps[0].step, steps[-1].step
     stride = max(1, math.ceil((last - first + 1) / 12))
     return Axis(
@@ -311,7 +311,7 @@ def _on_bands(result: DemoResult) -> list[Band]:
     ]
 
 
-def _step_at(steps: Sequence[Step], at_s: float) -> float:
+def _step_at(steps: Sequence[StepRecord], at_s: float) -> float:
     """A time as a number of steps: halfway through step 3 is 3.0, whose bar stands there."""
     for step in steps:
         if at_s < step.end_s:
@@ -480,7 +480,7 @@ def _weights(result: DemoResult) -> str:
 
 
 def _weights_note(result: DemoResult) -> str:
-    def describe(steps: Sequence[Step]) -> str:
+    def describe(steps: Sequence[StepRecord]) -> str:
         sent, dense = sum(s.bytes_sent or 0 for s in steps), sum(s.bytes_dense or 0 for s in steps)
         densities = [s.density for s in steps if s.density is not None]
         density = f"{sum(densities) / len(densities):.1%} of the weights changed, " if densities else ""

@@ -35,7 +35,7 @@ PHASE_NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
+class TrafficPhase:
     name: str
     start_s: float
     end_s: float
@@ -50,7 +50,7 @@ class TierCount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class StepRecord:
     """One RL step, as ``rose train`` measured it.  Bytes are of the update published at its end."""
 
     step: int
@@ -71,7 +71,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class MeasuredBlock:
     """One period of traffic with harvesting off or on."""
 
     harvesting: bool
@@ -87,7 +87,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
+class SampledToken:
     """One sampled token of a turn: its text, log-prob, and who sampled it with which weights."""
 
     text: str
@@ -104,11 +104,11 @@ class ResumedTurn:
     trajectory_id: str
     prompt: str
     parts: tuple[int, ...]
-    tokens: tuple[Token, ...]
+    tokens: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class TimelineEvent:
     """Something that happened at one moment.  ``kind``: pressure, cut, kill, restart, version, note."""
 
     at_s: float
@@ -143,7 +143,7 @@ class Reclaim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Latency:
+class ProductionLatency:
     """Production in its three arms."""
 
     slo: Slo
@@ -163,22 +163,22 @@ class DemoResult:
     seconds_total: float
     traffic_source: str
     busiest_second_ratio: float
-    phases: Sequence[Phase]
-    latency: Latency
+    phases: Sequence[TrafficPhase]
+    latency: ProductionLatency
     production_requests: int
     """All of them, start-up and switching included: a failure between the arms is a failure too."""
     production_errors: int
     error_examples: Sequence[str]
-    steps: Sequence[Step]
+    steps: Sequence[StepRecord]
     tiers: Mapping[str, TierCount]
     """From the first block to the end."""
     reclaim: Reclaim
-    blocks: Sequence[Block] = ()
+    blocks: Sequence[MeasuredBlock] = ()
     resumed: Sequence[tuple[int, ...]] = ()
     """Of each turn that was looked at after it had moved: tokens that each engine sampled."""
     longest_resumed: ResumedTurn | None = None
     """The one whose cut lies nearest to its middle."""
-    events: Sequence[Event] = ()
+    events: Sequence[TimelineEvent] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
     """``production`` (requests/s), ``dedicated``, ``harvested`` (tokens/s), ``lent`` (pages)."""
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -213,7 +213,7 @@ def shared_tiers(result: DemoResult) -> dict[str, TierCount]:
     }
 
 
-def steps_gain(blocks: Sequence[Block]) -> Ratio | None:
+def steps_gain(blocks: Sequence[MeasuredBlock]) -> Ratio | None:
     """RL steps per minute with harvesting over without: the geometric mean over pairs of neighbouring blocks, with its 95 %
     interval by Student's t.  None without two whole pairs."""
     logs: list[float] = []

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 
 from rose.auth import bearer
-from rose.demo.result import ResumedTurn, Token, shorter_side
+from rose.demo.result import ResumedTurn, SampledToken, shorter_side
 from rose.errors import EngineError
 from rose.wire.http_client import BROKEN, ask, open_client
 
@@ -112,7 +112,7 @@ def turn_of(answer: Mapping[str, Any]) -> ResumedTurn | None:
     """The last turn of an answer, if more than one engine sampled it."""
     rows = [row for row in answer.get("tokens") or () if isinstance(row, Mapping)]
     tokens = [
-        Token(
+        SampledToken(
             text=str(row.get("text") or "?"),
             logprob=float(row.get("logprob") or 0.0),
             worker=str(row.get("worker", "")),

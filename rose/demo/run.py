@@ -1,15 +1,15 @@
 """``rose demo``: start everything, train, and switch harvesting off and on in blocks of equal traffic all the while; report.
 
-Main path (:func:`_measure`): parts up -> harvesting off -> RL job starts -> pairs of blocks, one without and one with harvesting,
+Main path (:func:`_measure`): programs up -> harvesting off -> RL job starts -> pairs of blocks, one without and one with harvesting,
 each a period of the same traffic -> harvesting on until the job is done -> harvesting off -> report.  Every second pair begins with
 harvesting (off on, on off, ...), so that what changes in the course of the job does not favour either.  Production traffic runs
-from the moment production is up.  This file orders and waits; what each part is stands in :mod:`rose.demo.parts`.
+from the moment production is up.  This file orders and waits; what each program is stands in :mod:`rose.demo.programs`.
 
 Guarantees: every process that it started has ended and its private directory is gone when
 :func:`run_demo` returns, whether the run succeeded, failed, or was interrupted.  What had been measured by then is
 reported, marked as cut short.
 
-Exit codes: 0 complete; 1 a part failed; 2 cannot run here (raised as ConfigError); 130 interrupted.
+Exit codes: 0 complete; 1 a program failed; 2 cannot run here (raised as ConfigError); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,25 @@ from rich.console import Console
 from rich.markup import escape
 
 from rose.auth import Tokens, bearer
-from rose.demo import parts
+from rose.demo import programs
 from rose.demo.demo_config import DemoConfig
-from rose.demo.fleet import Fleet
 from rose.demo.observe import Observer
 from rose.demo.preflight import check_facts, gather_facts
 from rose.demo.report import write_report
-from rose.demo.result import ALONE_1, ALONE_2, ARMS, REST, SHARED, SWITCH, Block, DemoResult, Latency, Phase
+from rose.demo.result import (
+    ALONE_1,
+    ALONE_2,
+    ARMS,
+    REST,
+    SHARED,
+    SWITCH,
+    DemoResult,
+    MeasuredBlock,
+    ProductionLatency,
+    TrafficPhase,
+)
 from rose.demo.resumed import ResumedTurns
+from rose.demo.supervisor import ProcessSupervisor
 from rose.demo.traffic import write_phase
 from rose.demo.ui import Stages, summary_table
 from rose.demo.workplace import Workplace, default_parent
@@ -70,10 +81,10 @@ class Run:
     """What one run holds while it runs."""
 
     config: DemoConfig
-    plan: parts.Plan
+    plan: programs.DemoPlan
     observer: Observer
     stages: Stages
-    fleet: Fleet
+    supervisor: ProcessSupervisor
     arrivals: list[Arrival]
     marks: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     """``(phase, CLOCK_MONOTONIC)`` of each phase's beginning; the last one has no end yet."""
@@ -98,12 +109,14 @@ def run_demo(config: DemoConfig) -> int:
     cores = config.cores()
     stages = Stages(console)
     with SharedMemorySweep(), Workplace(parent, keep=config.keep_run_directory) as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
-        plan = parts.Plan(config=config, cores=cores, root=workplace.path, logs=config.out / "logs")
+        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
+        plan = programs.DemoPlan(config=config, cores=cores, root=workplace.path, logs=config.out / "logs")
         return asyncio.run(_supervise(config, plan, stages, arrivals))
 
 
-async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arrivals: list[Arrival]) -> int:
+async def _supervise(
+    config: DemoConfig, plan: programs.DemoPlan, stages: Stages, arrivals: list[Arrival]
+) -> int:
     """Run, clean up, then report: in this order, so that a report never delays the end of a process."""
     observer = Observer(
         start_s=stages.started_s,
@@ -119,19 +132,19 @@ async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arriv
     code, run = EXIT_COMPLETE, None
     try:
         with _interruptible(stages):
-            async with Fleet(report) as fleet:
+            async with ProcessSupervisor(report) as supervisor:
                 run = Run(
                     config=config,
                     plan=plan,
                     observer=observer,
                     stages=stages,
-                    fleet=fleet,
+                    supervisor=supervisor,
                     arrivals=arrivals,
                     report=report,
                     started_s=stages.started_s,
                 )
                 plan.prepare(arrivals)
-                await fleet.guarded(_observed(run, _measure(run)))
+                await supervisor.guarded(_observed(run, _measure(run)))
     except asyncio.CancelledError:
         code = EXIT_INTERRUPTED
         stages.note("[yellow]interrupted; everything is stopped[/yellow]")
@@ -182,7 +195,7 @@ class _interruptible:
 async def _observed(run: Run, work: Awaitable[None]) -> None:
     """Do ``work`` while the observer samples."""
 
-    tokens = Tokens.load(run.plan.root / parts.TOKEN_FILE)
+    tokens = Tokens.load(run.plan.root / programs.TOKEN_FILE)
 
     async def sample() -> None:
         url = f"{run.config.url('scheduler')}/status"
@@ -224,26 +237,26 @@ async def _observed(run: Run, work: Awaitable[None]) -> None:
 
 async def _measure(run: Run) -> None:
     """The main path."""
-    config, plan, stages, fleet = run.config, run.plan, run.stages, run.fleet
+    config, plan, stages, supervisor = run.config, run.plan, run.stages, run.supervisor
     with stages.stage("Making two tiny models (once)"):
-        await fleet.start(plan.models())
-        if await fleet.wait_end("models", config.start_timeout_s) != 0:
-            raise EngineError(f"failed: {fleet.log_tail('models')}", field="models")
+        await supervisor.start(plan.models())
+        if await supervisor.wait_end("models", config.start_timeout_s) != 0:
+            raise EngineError(f"failed: {supervisor.log_tail('models')}", field="models")
         plan.find_models()
     # The models are made once: a run takes from here.
     run.started_s = time.monotonic()
     run.observer.start(run.started_s)
     run.marks.append((STARTUP, run.started_s))
     with stages.stage("Starting relay, scheduler, production and the dedicated engine"):
-        await fleet.start(plan.relay())
-        await fleet.start(plan.scheduler())
+        await supervisor.start(plan.relay())
+        await supervisor.start(plan.scheduler())
         # Production has core 0 and the dedicated engine core 1: together they take as long as one.
         await _together(
             _start_production(run),
-            fleet.start(plan.dedicated()),
+            supervisor.start(plan.dedicated()),
         )
     with stages.stage("Starting the harvested engine beside production, under traffic"):
-        await fleet.start(plan.harvested(), lambda s: stages.update(f"{s:.0f} s"))
+        await supervisor.start(plan.harvested(), lambda s: stages.update(f"{s:.0f} s"))
         await _node(run, "off")
     await _start_job(run)
     for number, harvesting in enumerate(block_order(config.num_pairs), start=1):
@@ -259,7 +272,7 @@ async def _measure(run: Run) -> None:
         await _job_end(run)
         run.marks.append((END, time.monotonic()))
     with stages.stage("Stopping"):
-        await fleet.stop("traffic")
+        await supervisor.stop("traffic")
         await _node(run, "off")
 
 
@@ -297,14 +310,14 @@ async def _switch(run: Run, harvesting: bool) -> None:
 
 
 async def _start_production(run: Run) -> None:
-    await run.fleet.start(run.plan.production())
+    await run.supervisor.start(run.plan.production())
     write_phase(run.plan.phase_path, STARTUP)
-    await run.fleet.start(run.plan.traffic())
+    await run.supervisor.start(run.plan.traffic())
 
 
 async def _start_job(run: Run) -> None:
     with run.stages.stage("Starting the RL job (Ray)"):
-        await run.fleet.start(run.plan.train())
+        await run.supervisor.start(run.plan.train())
         await _until(
             run,
             lambda: any(count.num_turns for count in run.observer.tier_totals().values()),
@@ -344,15 +357,15 @@ async def _job_runs(run: Run) -> bool:
     Raises:
         EngineError: It failed by itself, or was killed too often.
     """
-    code = run.fleet.returncode("train")
+    code = run.supervisor.returncode("train")
     if code is None or code == 0:
         return code is None
-    if (code <= 128 and code != RunInterrupted.exit_code) or run.num_job_restarts >= parts.RESTARTS:
+    if (code <= 128 and code != RunInterrupted.exit_code) or run.num_job_restarts >= programs.RESTARTS:
         raise EngineError(f"ended with {code}, see {run.plan.logs / 'train.log'}", field="train")
     run.num_job_restarts += 1
     how = f"was killed by signal {code - 128}" if code > 128 else "lost its Ray cluster"
     run.report("kill", f"train {how}")
-    await run.fleet.start(run.plan.train())
+    await run.supervisor.start(run.plan.train())
     run.report("restart", "train was started again, from its last checkpoint")
     return True
 
@@ -371,16 +384,18 @@ async def _enter(run: Run, phase: str, *, restart: bool = False) -> None:
 
 async def _node(run: Run, command: str) -> None:
     """``rose node on|off`` on the harvested host, as an operator would; its own answer is the proof."""
-    part = run.plan.node_command(command)
-    await run.fleet.start(part)
-    if await run.fleet.wait_end(part.spec.name, part.timeout_s) != 0:
-        raise EngineError(f"failed: {run.fleet.log_tail(part.spec.name)}", field=f"rose node {command}")
+    program = run.plan.node_command(command)
+    await run.supervisor.start(program)
+    if await run.supervisor.wait_end(program.spec.name, program.timeout_s) != 0:
+        raise EngineError(
+            f"failed: {run.supervisor.log_tail(program.spec.name)}", field=f"rose node {command}"
+        )
 
 
 async def _until(run: Run, condition: Callable[[], bool], timeout_s: float, failure: str) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        if "train" in run.fleet.names():
+        if "train" in run.supervisor.names():
             await _job_runs(run)
         if time.monotonic() > deadline_s:
             raise EngineError(f"{failure} within {timeout_s:.0f} s", field="demo")
@@ -412,7 +427,7 @@ def _result(run: Run, *, complete: bool) -> DemoResult:
     now_s = time.monotonic()
     ends = [at_s for _, at_s in run.marks[1:]] + [now_s]
     phases = [
-        Phase(name=name, start_s=observer.at(start_s), end_s=observer.at(end_s))
+        TrafficPhase(name=name, start_s=observer.at(start_s), end_s=observer.at(end_s))
         for (name, start_s), end_s in zip(run.marks, ends, strict=True)
         if name != END
     ]
@@ -446,11 +461,11 @@ def _result(run: Run, *, complete: bool) -> DemoResult:
     )
 
 
-def blocks_of(phases: Sequence[Phase], observer: Observer, period_s: float) -> list[Block]:
+def blocks_of(phases: Sequence[TrafficPhase], observer: Observer, period_s: float) -> list[MeasuredBlock]:
     """The measured blocks that were whole, and during which the job ran to the end."""
     done_s = max((step.end_s for step in observer.steps), default=0.0)
     return [
-        Block(
+        MeasuredBlock(
             harvesting=phase.name == SHARED,
             start_s=phase.start_s,
             end_s=phase.start_s + period_s,
@@ -462,7 +477,7 @@ def blocks_of(phases: Sequence[Phase], observer: Observer, period_s: float) -> l
     ]
 
 
-def _latency(config: DemoConfig, samples: list[RequestLatency]) -> Latency:
+def _latency(config: DemoConfig, samples: list[RequestLatency]) -> ProductionLatency:
     arms = {arm: [sample for sample in samples if sample.phase == arm] for arm in ARMS}
     alone = arms[ALONE_1] + arms[ALONE_2]
     ratios: dict[str, Ratio | None] = {}
@@ -472,7 +487,7 @@ def _latency(config: DemoConfig, samples: list[RequestLatency]) -> Latency:
             ratios[key] = ratio(arms[SHARED], alone, metric, fraction, seed=config.seed)
             ratios[f"aa_{key}"] = ratio(arms[ALONE_2], arms[ALONE_1], metric, fraction, seed=config.seed)
     found = {arm: [sample for sample in arms[arm] if sample.error is None] for arm in ARMS}
-    return Latency(
+    return ProductionLatency(
         slo=config.slo(),
         arms={arm: arm_stats(arms[arm], config.slo()) for arm in ARMS if arms[arm]},
         ratios=ratios,

@@ -135,7 +135,7 @@ def write_phase(path: Path, phase: str, *, restart: bool = False) -> None:
     os.replace(temporary, path)
 
 
-class Sender:
+class LoadGenerator:
     """Replays one plan.  ``run`` returns when :meth:`stop` was called and requests in flight have ended."""
 
     def __init__(self, plan: TrafficPlan, out: TextIO) -> None:
@@ -326,7 +326,7 @@ def load_plan(path: Path) -> TrafficPlan:
 async def send_forever(plan: TrafficPlan) -> None:
     """Replay ``plan`` until SIGTERM or SIGINT."""
     with Path(plan.out_file).open("a") as out:  # noqa: ASYNC230 - a local file, opened once
-        sender = Sender(plan, out)
+        sender = LoadGenerator(plan, out)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, sender.stop)

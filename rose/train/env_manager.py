@@ -15,7 +15,7 @@ from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.train.client import SchedulerClient
 from rose.train.envs.base import Family, Task
-from rose.train.envs.delayed import Latency
+from rose.train.envs.delayed import EnvLatency
 from rose.train.envs.registry import make_family
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
@@ -206,7 +206,7 @@ def family_of(task: JobTask) -> Family:
     Raises:
         ConfigError: Unknown kind or settings; names the task where there are several.
     """
-    latency = Latency(median_s=task.latency.median_s, sigma=task.latency.sigma)
+    latency = EnvLatency(median_s=task.latency.median_s, sigma=task.latency.sigma)
     try:
         return make_family(task.kind, task.settings, latency)
     except ConfigError as error:

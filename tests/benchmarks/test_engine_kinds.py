@@ -19,8 +19,8 @@ from rose.auth import Tokens
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Phase, ServingLease
 from rose.demo.demo_config import DemoConfig
-from rose.demo.fleet import Part
-from rose.demo.parts import TOKEN_FILE
+from rose.demo.programs import TOKEN_FILE
+from rose.demo.supervisor import Program
 from rose.demo.traffic import load_plan
 from rose.errors import RoseError
 from rose.evaluation.arrivals import Arrival
@@ -92,9 +92,9 @@ class Client:
 class Parts:
     """Stands in for the fleet: a node is ready when its engine was hurried."""
 
-    async def start(self, part: Part, _: Any) -> None:
-        if part.spec.name != "production":
-            while len(Client.said) < 1 + (part.spec.name == "dedicated"):  # noqa: ASYNC110 - said in another thread
+    async def start(self, program: Program, _: Any) -> None:
+        if program.spec.name != "production":
+            while len(Client.said) < 1 + (program.spec.name == "dedicated"):  # noqa: ASYNC110 - said in another thread
                 await asyncio.sleep(0.01)
 
 

@@ -1,6 +1,6 @@
 """``rose demo`` with small stand-ins for its programs: real processes, real signals, no engine.
 
-``python mini_demo.py PART ...`` plays one part; ``python mini_demo.py run OUT BASE_PORT RUN_DIRECTORY``
+``python mini_demo.py PROGRAM ...`` plays one program; ``python mini_demo.py run OUT BASE_PORT RUN_DIRECTORY``
 runs the orchestrator over them.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose.demo import parts, run
+from rose.demo import programs, run
 from rose.demo.demo_config import load_demo_config
-from rose.demo.fleet import Part
+from rose.demo.supervisor import Program
 
 TURNS = {"n": 0}
 
@@ -81,38 +81,40 @@ def train(steps_path: str, until: str) -> None:
                 return
 
 
-class MiniPlan(parts.Plan):
+class MiniPlan(programs.DemoPlan):
     """The real plan with other programs; what is not replaced is the real thing (the traffic sender)."""
 
-    def _mine(self, part: Part, *argv: str) -> Part:
-        spec = self._other(part.spec.name, (sys.executable, __file__, *argv))
-        return Part(spec=spec, ready=part.ready, timeout_s=30.0, restarts=part.restarts, task=part.task)
+    def _mine(self, program: Program, *argv: str) -> Program:
+        spec = self._other(program.spec.name, (sys.executable, __file__, *argv))
+        return Program(
+            spec=spec, ready=program.ready, timeout_s=30.0, restarts=program.restarts, task=program.task
+        )
 
-    def models(self) -> Part:
+    def models(self) -> Program:
         code = f'import pathlib; pathlib.Path({str(self._models_path)!r}).write_text(\'["/p", "/q"]\')'
-        return Part(spec=self._other("models", (sys.executable, "-c", code)), task=True)
+        return Program(spec=self._other("models", (sys.executable, "-c", code)), task=True)
 
-    def relay(self) -> Part:
+    def relay(self) -> Program:
         return self._mine(super().relay(), "serve", str(self.config.port("relay")))
 
-    def scheduler(self) -> Part:
+    def scheduler(self) -> Program:
         return self._mine(super().scheduler(), "serve", str(self.config.port("scheduler")))
 
-    def production(self) -> Part:
+    def production(self) -> Program:
         return self._mine(super().production(), "serve", str(self.config.port("production")))
 
-    def dedicated(self) -> Part:
+    def dedicated(self) -> Program:
         return self._mine(super().dedicated(), "serve", str(self.config.port("dedicated")))
 
-    def harvested(self) -> Part:
+    def harvested(self) -> Program:
         return self._mine(super().harvested(), "serve", str(self.config.port("harvested")))
 
-    def train(self) -> Part:
+    def train(self) -> Program:
         return self._mine(super().train(), "train", str(self.steps_path), str(self.phase_path))
 
-    def node_command(self, command: str) -> Part:
+    def node_command(self, command: str) -> Program:
         spec = self._other(f"node {command}", (sys.executable, "-c", "pass"))
-        return Part(spec=spec, timeout_s=10.0, task=True)
+        return Program(spec=spec, timeout_s=10.0, task=True)
 
 
 def main() -> int:
@@ -122,7 +124,7 @@ def main() -> int:
         case ["train", steps_path, until]:
             train(steps_path, until)
         case ["run", out, base_port, run_directory]:
-            parts.Plan = MiniPlan  # type: ignore[misc]
+            programs.DemoPlan = MiniPlan  # type: ignore[misc]
             given = {
                 "out": Path(out),
                 "base_port": int(base_port),

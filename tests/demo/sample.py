@@ -12,17 +12,17 @@ from rose.demo.result import (
     HARVESTED,
     REST,
     SHARED,
-    Block,
     Curve,
     DemoResult,
-    Event,
-    Latency,
-    Phase,
+    MeasuredBlock,
+    ProductionLatency,
     Reclaim,
     ResumedTurn,
-    Step,
+    SampledToken,
+    StepRecord,
     TierCount,
-    Token,
+    TimelineEvent,
+    TrafficPhase,
 )
 from rose.evaluation.arms import RequestLatency, Slo, arm_stats, ratio
 from rose.evaluation.arrivals import TrafficShape, busiest_second_ratio, generate_arrivals
@@ -86,12 +86,12 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
         traffic_source=f"generator, seed {seed}",
         busiest_second_ratio=busiest_second_ratio(arrivals, SHAPE.period_s),
         phases=[
-            Phase(name="startup", start_s=0.0, end_s=70.0),
+            TrafficPhase(name="startup", start_s=0.0, end_s=70.0),
             *(
-                Phase(name=name, start_s=70.0 + 40.0 * at, end_s=110.0 + 40.0 * at)
+                TrafficPhase(name=name, start_s=70.0 + 40.0 * at, end_s=110.0 + 40.0 * at)
                 for at, name in enumerate((ALONE_1, SHARED, SHARED, ALONE_2))
             ),
-            Phase(name=REST, start_s=230.0, end_s=435.0),
+            TrafficPhase(name=REST, start_s=230.0, end_s=435.0),
         ],
         blocks=sample_blocks(),
         resumed=[(9, 16), (3, 22), (12, 13)],
@@ -100,7 +100,7 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
             prompt="<|user|>FF\n@G<|end|><|assistant|>",
             parts=(12, 13),
             tokens=tuple(
-                Token(
+                SampledToken(
                     text=("left", "down", "right", "<up>")[at % 4],
                     logprob=-0.1 * at,
                     worker="harvested" if at < 12 else "dedicated",
@@ -110,7 +110,7 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
                 for at in range(25)
             ),
         ),
-        latency=Latency(
+        latency=ProductionLatency(
             slo=SLO,
             arms={arm: arm_stats(samples[arm], SLO) for arm in ARMS},
             ratios=ratios,
@@ -132,7 +132,7 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
         },
         reclaim=Reclaim(pressure_events=9, cuts=6, cut_requests=31, resumed_turns=31, kills=0),
         events=[
-            Event(at_s=t, kind=kind, text=text)
+            TimelineEvent(at_s=t, kind=kind, text=text)
             for t, kind, text in (
                 (162.2, "pressure", "serving asked for 96 pages"),
                 (162.3, "cut", "12 requests stopped, 96 pages back in 31 ms"),
@@ -152,10 +152,10 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
     )
 
 
-def sample_blocks() -> list[Block]:
+def sample_blocks() -> list[MeasuredBlock]:
     """Two pairs: 8 and 10 steps, then 12 and 8, in 40 s."""
     return [
-        Block(
+        MeasuredBlock(
             harvesting=on,
             start_s=70.0 + 40.0 * at,
             end_s=110.0 + 40.0 * at,
@@ -169,15 +169,15 @@ def sample_blocks() -> list[Block]:
     ]
 
 
-def sample_steps(rng: np.random.Generator) -> list[Step]:
-    steps: list[Step] = []
+def sample_steps(rng: np.random.Generator) -> list[StepRecord]:
+    steps: list[StepRecord] = []
     at_s = 60.0
     for number in range(20):
         harvested = 0 if at_s < STARTS_S[SHARED] else int(rng.integers(240, 360))
         took_s = 24.0 if not harvested else 17.0
         success = min(0.97, 0.14 + 0.055 * number + 0.02 * float(rng.standard_normal()))
         steps.append(
-            Step(
+            StepRecord(
                 step=number,
                 start_s=at_s,
                 end_s=at_s + took_s,

@@ -13,8 +13,8 @@ import pytest
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
 from rose.demo.demo_config import DemoConfig, load_demo_config
-from rose.demo.fleet import Part
-from rose.demo.parts import LOG_NAMES, TOKEN_FILE, Plan, to_toml
+from rose.demo.programs import LOG_NAMES, TOKEN_FILE, DemoPlan, to_toml
+from rose.demo.supervisor import Program
 from rose.demo.traffic import load_plan
 from rose.errors import ConfigError
 from rose.evaluation.arrivals import Arrival
@@ -102,7 +102,9 @@ def test_only_logs_of_an_earlier_run_give_way(tmp_path: Path) -> None:
     kept.parent.mkdir()
     kept.write_text("mine")
     old.write_text("old")
-    plan = Plan(config=DemoConfig(out=tmp_path), cores=(0, 1), root=tmp_path / "run", logs=tmp_path / "logs")
+    plan = DemoPlan(
+        config=DemoConfig(out=tmp_path), cores=(0, 1), root=tmp_path / "run", logs=tmp_path / "logs"
+    )
     plan.root.mkdir()
     plan.prepare([])
     assert kept.read_text() == "mine"
@@ -116,15 +118,17 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     root.mkdir()
     tokens = Tokens.generate()
     tokens.save(root / TOKEN_FILE)
-    plan = Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan = DemoPlan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
     plan.prepare([Arrival(at_s=0.5, prompt_tokens=3, output_tokens=4)])
     (root / "models.json").write_text(json.dumps(["/m/production", "/m/policy"]))
     plan.find_models()
 
     assert load_plan(root / "traffic.json").to_arrivals()[0].prompt_tokens == 3
-    logs = {part.spec.log_path.stem for part in plan.all_parts() if part.spec.log_path is not None}
+    logs = {
+        program.spec.log_path.stem for program in plan.all_programs() if program.spec.log_path is not None
+    }
     assert logs < set(LOG_NAMES)
-    words = [word for part in plan.all_parts() for word in part.spec.argv]
+    words = [word for program in plan.all_programs() for word in program.spec.argv]
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
     for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret, tokens.publish_key):
         assert not any(secret in text for text in (*words, *files))
@@ -133,7 +137,7 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
 def test_the_harvested_host_s_deadlines_are_the_code_s_own(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs").harvested()
+    DemoPlan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs").harvested()
     table = tomllib.loads((root / "harvested.toml").read_text())
     assert not {name for name in table.get("lending", {}) if name.endswith(("deadline_s", "backstop_s"))}
     assert load_config(NodeConfig, root / "harvested.toml").lending.reclaim_deadline_s is None
@@ -145,7 +149,7 @@ def test_the_job_answers_with_a_move_for_every_cell_of_the_lakes_that_its_policy
     root = tmp_path / "run"
     root.mkdir()
     config = load_demo_config(None, {"job.lake_size": 6, "seed": 3})
-    plan = Plan(config=config, cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan = DemoPlan(config=config, cores=(0, 1), root=root, logs=tmp_path / "logs")
     plan.train()
     job = load_config(TrainConfig, root / "train.toml")
     family = make_family(job.env.kind, job.env.settings)
@@ -158,17 +162,17 @@ def test_the_job_answers_with_a_move_for_every_cell_of_the_lakes_that_its_policy
 def test_only_production_and_the_harvested_engine_use_the_first_core(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    plan = Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan = DemoPlan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
     plan.prepare([Arrival(at_s=0.5, prompt_tokens=3, output_tokens=4)])
 
-    def core_of(part: Part) -> tuple[int, ...]:
-        """Of the part, or of the engine that it starts."""
-        if part.spec.name not in ("harvested", "dedicated"):
-            return part.spec.cores
-        words = tomllib.loads((root / f"{part.spec.name}.toml").read_text())["engine"]["command"]
+    def core_of(program: Program) -> tuple[int, ...]:
+        """Of the program, or of the engine that it starts."""
+        if program.spec.name not in ("harvested", "dedicated"):
+            return program.spec.cores
+        words = tomllib.loads((root / f"{program.spec.name}.toml").read_text())["engine"]["command"]
         return (int(words[words.index("--cpu-list") + 1]),)
 
-    on_first = {part.spec.name for part in plan.all_parts() if 0 in core_of(part)}
+    on_first = {program.spec.name for program in plan.all_programs() if 0 in core_of(program)}
 
     assert on_first == {"production", "harvested"}
-    assert {p.spec.name for p in plan.all_parts() if p.spec.sched == "normal"} >= {"production", "traffic"}
+    assert {p.spec.name for p in plan.all_programs() if p.spec.sched == "normal"} >= {"production", "traffic"}

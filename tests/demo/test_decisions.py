@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rose.demo import parts
+from rose.demo import programs
 from rose.demo.demo_config import load_demo_config
 
 
 def test_decisions_are_kept_and_tokens_are_not(tmp_path: Path) -> None:
     root, out = tmp_path / "run", tmp_path / "out"
-    plan = parts.Plan(config=load_demo_config(None, {"out": out}), cores=(0, 0), root=root, logs=out / "logs")
+    plan = programs.DemoPlan(
+        config=load_demo_config(None, {"out": out}), cores=(0, 0), root=root, logs=out / "logs"
+    )
     assert plan.keep_decisions() is None  # it never got that far
     (root / "journal").mkdir(parents=True)
     (root / "decisions").mkdir()

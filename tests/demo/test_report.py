@@ -13,7 +13,7 @@ import pytest
 
 from rose.demo.page import render_html
 from rose.demo.report import write_report
-from rose.demo.result import SUMMARY_KEYS, DemoResult, Latency, Reclaim, steps_gain, summarize
+from rose.demo.result import SUMMARY_KEYS, DemoResult, ProductionLatency, Reclaim, steps_gain, summarize
 from rose.evaluation.charts import bytes_axis, linear_axis, log_axis, nice_ticks
 from rose.units import format_bytes
 from tests.demo.sample import SLO, sample_result
@@ -34,7 +34,7 @@ def empty() -> DemoResult:
         traffic_source="generator",
         busiest_second_ratio=6.0,
         phases=[],
-        latency=Latency(slo=SLO, arms={}, ratios={}),
+        latency=ProductionLatency(slo=SLO, arms={}, ratios={}),
         production_requests=0,
         production_errors=0,
         error_examples=[],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose.demo.parts import serving_dtype
+from rose.demo.programs import serving_dtype
 
 
 @pytest.mark.parametrize(

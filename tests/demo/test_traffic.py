@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rose.demo.traffic import PhaseFile, Sender, TrafficPlan, load_plan, prompt_tokens, write_phase
+from rose.demo.traffic import LoadGenerator, PhaseFile, TrafficPlan, load_plan, prompt_tokens, write_phase
 from rose.errors import ConfigError
 
 Plan = Callable[..., TrafficPlan]
@@ -91,7 +91,7 @@ async def run_cycles(plan: TrafficPlan, num_requests: int) -> list[dict[str, Any
                 done.set()
             return len(text)
 
-    sender = Sender(plan, Out())
+    sender = LoadGenerator(plan, Out())
     running = asyncio.create_task(sender.run())
     await asyncio.wait_for(done.wait(), 20)
     sender.stop()

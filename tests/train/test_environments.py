@@ -13,7 +13,7 @@ import pytest
 from rose.errors import ConfigError, TrainError
 from rose.train.dataset import load_tasks
 from rose.train.envs.base import Observation
-from rose.train.envs.delayed import Latency
+from rose.train.envs.delayed import EnvLatency
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.envs.math_tools import calculate
 from rose.train.envs.registry import make_family
@@ -167,9 +167,9 @@ def test_unseen_lakes_are_none_of_the_training_lakes() -> None:
 
 
 def test_injected_latency_has_its_median_and_a_long_tail_and_is_the_same_every_time() -> None:
-    latency = Latency(median_s=0.1, sigma=1.0)
+    latency = EnvLatency(median_s=0.1, sigma=1.0)
     drawn = sorted(latency.draw_s({"n": n}, 0) for n in range(400))
-    assert drawn == sorted(Latency(median_s=0.1, sigma=1.0).draw_s({"n": n}, 0) for n in range(400))
+    assert drawn == sorted(EnvLatency(median_s=0.1, sigma=1.0).draw_s({"n": n}, 0) for n in range(400))
     assert 0.08 < drawn[200] < 0.125
     assert drawn[-4] > 5 * drawn[200]
 
@@ -181,7 +181,7 @@ async def test_a_delayed_environment_waits_and_is_otherwise_the_same(monkeypatch
         slept.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    slow = make_family("math_tools", {}, Latency(median_s=0.5, sigma=0.5))
+    slow = make_family("math_tools", {}, EnvLatency(median_s=0.5, sigma=0.5))
     assert slow.tasks() == make_family("math_tools", {}).tasks()
     assert (await play(slow.make(), TASK, ["ANSWER 84"]))[-1].reward == 1.0
     assert len(slept) == 2

@@ -13,7 +13,7 @@ from rose.train.envs.base import Environment, Family, Observation, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Latency:
+class EnvLatency:
     """Time that each ``reset`` and ``step`` is made to take: lognormal, seeded by the task and the turn."""
 
     median_s: float
@@ -28,7 +28,7 @@ class Latency:
 class DelayedFamily:
     """A family whose environments are slow, for benchmarks of stragglers."""
 
-    def __init__(self, family: Family, latency: Latency) -> None:
+    def __init__(self, family: Family, latency: EnvLatency) -> None:
         self._family = family
         self._latency = latency
 
@@ -47,7 +47,7 @@ class DelayedFamily:
 
 
 class _Delayed:
-    def __init__(self, environment: Environment, latency: Latency) -> None:
+    def __init__(self, environment: Environment, latency: EnvLatency) -> None:
         self._environment = environment
         self._latency = latency
         self._task: Task = {}

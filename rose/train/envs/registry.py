@@ -8,7 +8,7 @@ from typing import Any
 
 from rose.errors import ConfigError
 from rose.train.envs.base import Family
-from rose.train.envs.delayed import DelayedFamily, Latency
+from rose.train.envs.delayed import DelayedFamily, EnvLatency
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.envs.frozenlake_plan import LakePlanFamily
 from rose.train.envs.math_tools import MathFamily, MathParams
@@ -23,7 +23,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
 """Kinds known by name."""
 
 
-def make_family(kind: str, settings: Mapping[str, Any], latency: Latency | None = None) -> Family:
+def make_family(kind: str, settings: Mapping[str, Any], latency: EnvLatency | None = None) -> Family:
     """Build a family from configuration.
 
     Args:

@@ -1,6 +1,6 @@
-"""What each part of the demo is: its command line, its configuration file, its core, and when it is ready.
+"""What each program of the demo is: its command line, its configuration file, its core, and when it is ready.
 
-Nothing here starts anything; :mod:`rose.demo.run` orders the parts and :mod:`rose.demo.fleet` runs them.
+Nothing here starts anything; :mod:`rose.demo.run` orders the programs and :mod:`rose.demo.supervisor` runs them.
 
 Placement, the same in every phase: production and the harvested engine on the first core (the latter at
 idle priority, which its node agent sees to); everything else on the second, the traffic sender at normal
@@ -25,7 +25,7 @@ from typing import Any
 
 from rose.auth import ENV_TOKEN_FILE
 from rose.demo.demo_config import DemoConfig
-from rose.demo.fleet import Part
+from rose.demo.supervisor import Program
 from rose.demo.traffic import TrafficPlan, write_phase
 from rose.errors import ConfigError
 from rose.evaluation.arrivals import Arrival
@@ -85,8 +85,8 @@ pathlib.Path(sys.argv[3]).write_text(json.dumps([str(path) for path in made]))
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """Paths and parts of one run.
+class DemoPlan:
+    """Paths and programs of one run.
 
     Args:
         cores: ``(production_core, other_core)``.
@@ -158,16 +158,16 @@ class Plan:
         production, policy = json.loads(self._models_path.read_text())
         self.production_model, self.policy_model = Path(production), Path(policy)
 
-    # ------------------------------------------------------------ parts, in the order of their start
+    # ------------------------------------------------------------ programs, in the order of their start
 
-    def models(self) -> Part:
+    def models(self) -> Program:
         """A process of its own: it imports torch, and the orchestrator must stay small."""
         lakes = json.dumps(asdict(self.config.lakes()))
         argv = (sys.executable, "-c", _MAKE_MODELS, str(self.config.seed), lakes, str(self._models_path))
-        return Part(spec=self._other("models", argv), task=True)
+        return Program(spec=self._other("models", argv), task=True)
 
-    def relay(self) -> Part:
-        return Part(
+    def relay(self) -> Program:
+        return Program(
             spec=self._other(
                 "relay",
                 self._rose(
@@ -183,9 +183,9 @@ class Plan:
             restarts=RESTARTS,
         )
 
-    def scheduler(self) -> Part:
+    def scheduler(self) -> Program:
         config = {"host": "127.0.0.1", "port": self.config.port("scheduler"), "seed": self.config.seed}
-        return Part(
+        return Program(
             spec=self._other(
                 "scheduler",
                 self._rose(
@@ -200,7 +200,7 @@ class Plan:
             restarts=RESTARTS,
         )
 
-    def production(self) -> Part:
+    def production(self) -> Program:
         """A plain ``vllm serve``; the plugin is switched on by two variables, as in an existing fleet."""
         config, dtype = self.config.production, self.dtype
         argv = (
@@ -217,7 +217,7 @@ class Plan:
             f"--kv-cache-memory-bytes={config.kv_cache_bytes * (2 if dtype == 'float32' else 1)}",
             f"--seed={self.config.seed}",
         )
-        return Part(
+        return Program(
             spec=ProcSpec(
                 name="production",
                 argv=argv,
@@ -235,9 +235,9 @@ class Plan:
             restarts=RESTARTS,
         )
 
-    def traffic(self) -> Part:
+    def traffic(self) -> Program:
         argv = (sys.executable, "-m", "rose.demo.traffic", str(self.root / "traffic.json"))
-        return Part(
+        return Program(
             spec=ProcSpec(
                 name="traffic",
                 argv=argv,
@@ -247,12 +247,12 @@ class Plan:
             )
         )
 
-    def dedicated(self) -> Part:
+    def dedicated(self) -> Program:
         """A host without production: its engine has the second core to itself and lends nothing."""
         engine = self._engine("dedicated", core=self.cores[1])
         return self._node("dedicated", self.dedicated_dir, {"mode": "on", "engine": engine})
 
-    def harvested(self) -> Part:
+    def harvested(self) -> Program:
         """The node agent of production's host, switched off: deployed, and holding nothing."""
         engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle", "warm": True}
         production = self.config.production
@@ -270,7 +270,7 @@ class Plan:
         }
         return self._node("harvested", self.node_dir, table)
 
-    def train(self) -> Part:
+    def train(self) -> Program:
         """The RL job.  Started again after a SIGKILL it goes on from its last checkpoint."""
         config, job = self.config, self.config.job
         table = {
@@ -304,15 +304,15 @@ class Plan:
             "ray": {"address": "local", "temp_dir": self.root / "ray"},  # its cores are the demo's
         }
         argv = self._rose("train", f"--config={self._write('train', table)}")
-        return Part(spec=self._other("train", argv), task=True)
+        return Program(spec=self._other("train", argv), task=True)
 
-    def node_command(self, command: str) -> Part:
+    def node_command(self, command: str) -> Program:
         """``rose node on`` or ``off`` on production's host."""
         spec = self._other(f"node {command}", self._rose("node", command, f"--dir={self.node_dir}"))
-        return Part(spec=spec, timeout_s=60.0, task=True)
+        return Program(spec=spec, timeout_s=60.0, task=True)
 
-    def all_parts(self) -> list[Part]:
-        """Every part, in the order of its start; for tests and for the curious."""
+    def all_programs(self) -> list[Program]:
+        """Every program, in the order of its start; for tests and for the curious."""
         return [
             self.models(),
             self.relay(),
@@ -362,7 +362,7 @@ class Plan:
             "start_timeout_s": self.config.start_timeout_s,
         }
 
-    def _node(self, name: str, directory: Path, table: dict[str, Any]) -> Part:
+    def _node(self, name: str, directory: Path, table: dict[str, Any]) -> Program:
         config = {
             "node_id": name,
             "dir": directory,
@@ -376,7 +376,7 @@ class Plan:
             **table,
         }
         argv = self._rose("node", "run", f"--config={self._write(name, config)}")
-        return Part(
+        return Program(
             spec=self._other(name, argv),
             ready=f"{self.config.url(name)}/health",
             timeout_s=self.config.start_timeout_s,

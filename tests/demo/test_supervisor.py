@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.demo.fleet import Fleet, Part
+from rose.demo.supervisor import ProcessSupervisor, Program
 from rose.demo.workplace import PREFIX, Workplace, sweep
 from rose.errors import ConfigError, EngineError
 from rose.proc import ProcSpec
@@ -28,11 +28,13 @@ class Reports(list[tuple[str, str]]):
         self.append((kind, text))
 
 
-def part(name: str, code: str, log: Path, restarts: int = 0, task: bool = False, ready: bool = False) -> Part:
+def program(
+    name: str, code: str, log: Path, restarts: int = 0, task: bool = False, ready: bool = False
+) -> Program:
     marker = log / f"{name}.ready"
     script = f"open({str(marker)!r}, 'a').write('x'); {code}"
     probe: Callable[[], bool] | None = marker.exists if ready else None
-    return Part(
+    return Program(
         spec=ProcSpec(name=name, argv=(sys.executable, "-c", script), log_path=log / f"{name}.log"),
         ready=probe,
         timeout_s=30.0,
@@ -55,9 +57,9 @@ def children() -> set[psutil.Process]:
 async def test_leaving_the_fleet_ends_every_process(tmp_path: Path) -> None:
     before = children()
     spawn = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
-    async with Fleet(Reports()) as fleet:
-        await fleet.start(part("one", SLEEP, tmp_path, ready=True))
-        await fleet.start(part("two", spawn, tmp_path, ready=True))
+    async with ProcessSupervisor(Reports()) as supervisor:
+        await supervisor.start(program("one", SLEEP, tmp_path, ready=True))
+        await supervisor.start(program("two", spawn, tmp_path, ready=True))
         await until(lambda: len(children() - before) >= 5)
 
     assert children() <= before
@@ -66,8 +68,8 @@ async def test_leaving_the_fleet_ends_every_process(tmp_path: Path) -> None:
 async def test_an_error_inside_still_ends_every_process(tmp_path: Path) -> None:
     before = children()
     with pytest.raises(ValueError, match="mine"):  # noqa: PT012
-        async with Fleet(Reports()) as fleet:
-            await fleet.start(part("one", SLEEP, tmp_path, ready=True))
+        async with ProcessSupervisor(Reports()) as supervisor:
+            await supervisor.start(program("one", SLEEP, tmp_path, ready=True))
             raise ValueError("mine")
 
     assert children() <= before
@@ -80,14 +82,14 @@ async def test_cancelled_twice_still_ends_every_process(tmp_path: Path) -> None:
     started = asyncio.Event()
 
     async def run() -> None:
-        async with Fleet(Reports()) as fleet:
-            await fleet.start(part("one", stubborn, tmp_path, ready=True))
-            fleet_stop = fleet.stop
+        async with ProcessSupervisor(Reports()) as supervisor:
+            await supervisor.start(program("one", stubborn, tmp_path, ready=True))
+            supervisor_stop = supervisor.stop
 
             async def stop(name: str, grace_s: float = 0.3) -> None:
-                await fleet_stop(name, 0.3)
+                await supervisor_stop(name, 0.3)
 
-            fleet.stop = stop  # type: ignore[method-assign]
+            supervisor.stop = stop  # type: ignore[method-assign]
             started.set()
             await asyncio.sleep(60)
 
@@ -106,38 +108,38 @@ async def test_a_killed_part_is_started_again_and_reported(tmp_path: Path) -> No
     reports = Reports()
     marker = tmp_path / "one.ready"
 
-    async def work(fleet: Fleet) -> None:
-        child = fleet._children["one"]
+    async def work(supervisor: ProcessSupervisor) -> None:
+        child = supervisor._children["one"]
         os.kill(child.pid, signal.SIGKILL)
         await until(lambda: marker.read_text() == "xx" and len(reports) == 2)
 
-    async with Fleet(reports) as fleet:
-        await fleet.start(part("one", SLEEP, tmp_path, restarts=1, ready=True))
-        await fleet.guarded(work(fleet))
+    async with ProcessSupervisor(reports) as supervisor:
+        await supervisor.start(program("one", SLEEP, tmp_path, restarts=1, ready=True))
+        await supervisor.guarded(work(supervisor))
 
     assert [kind for kind, _ in reports] == ["kill", "restart"]
 
 
 async def test_a_part_without_restarts_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    async with Fleet(Reports()) as fleet:
-        await fleet.start(part("one", "raise SystemExit(7)", tmp_path))
+    async with ProcessSupervisor(Reports()) as supervisor:
+        await supervisor.start(program("one", "raise SystemExit(7)", tmp_path))
         with pytest.raises(EngineError, match=r"one: ended with 7 and is not started again.*one\.log"):
-            await fleet.guarded(asyncio.sleep(60))
+            await supervisor.guarded(asyncio.sleep(60))
 
 
 async def test_a_task_may_end_and_its_code_is_the_callers(tmp_path: Path) -> None:
-    async with Fleet(Reports()) as fleet:
-        await fleet.start(part("job", "raise SystemExit(3)", tmp_path, task=True))
-        await fleet.guarded(asyncio.sleep(1.2))  # two looks of the watch
+    async with ProcessSupervisor(Reports()) as supervisor:
+        await supervisor.start(program("job", "raise SystemExit(3)", tmp_path, task=True))
+        await supervisor.guarded(asyncio.sleep(1.2))  # two looks of the watch
 
-        assert await fleet.wait_end("job", 10) == 3
+        assert await supervisor.wait_end("job", 10) == 3
 
 
 async def test_a_task_that_does_not_end_is_an_error(tmp_path: Path) -> None:
-    async with Fleet(Reports()) as fleet:
-        await fleet.start(part("job", SLEEP, tmp_path, task=True))
+    async with ProcessSupervisor(Reports()) as supervisor:
+        await supervisor.start(program("job", SLEEP, tmp_path, task=True))
         with pytest.raises(EngineError, match="job: still runs"):
-            await fleet.wait_end("job", 0.1)
+            await supervisor.wait_end("job", 0.1)
 
 
 def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:

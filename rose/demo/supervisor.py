@@ -1,8 +1,8 @@
 """The demo's processes: started in order, watched, restarted where that makes sense, and all ended.
 
-A *part* is one program.  :class:`Fleet` starts it, waits until it is ready, and then looks at it twice a
-second.  A part that ends on its own is started again with the same command while it has restarts left;
-without any, the run ends with one line that names it.  A *task* (``restarts=0, task=True``) is a part that is
+A *program* is one program.  :class:`ProcessSupervisor` starts it, waits until it is ready, and then looks at it twice a
+second.  A program that ends on its own is started again with the same command while it has restarts left;
+without any, the run ends with one line that names it.  A *task* (``restarts=0, task=True``) is a program that is
 supposed to end; its exit code is the caller's business.
 
 Whatever happens, leaving the ``async with`` block ends every process, clients before servers.
@@ -22,7 +22,7 @@ GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Program:
     """A program of the demo and what to do when it ends."""
 
     spec: ProcSpec
@@ -33,21 +33,21 @@ class Part:
     task: bool = False
 
 
-class Fleet:
+class ProcessSupervisor:
     """Owner of all processes of a run; an async context manager.
 
     Args:
-        report: Called with ``(kind, text)`` when a part died (``kill``) or was started again (``restart``).
+        report: Called with ``(kind, text)`` when a program died (``kill``) or was started again (``restart``).
     """
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
-        self._parts: dict[str, Part] = {}
+        self._programs: dict[str, Program] = {}
         self._children: dict[str, Child] = {}
         self._restarts_left: dict[str, int] = {}
         self._stopping: set[str] = set()
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> ProcessSupervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -61,21 +61,21 @@ class Fleet:
                 break
         stopping.result()
 
-    async def start(self, part: Part, progress: Callable[[float], None] | None = None) -> float:
-        """Start ``part`` and wait until it is ready; seconds it took.
+    async def start(self, program: Program, progress: Callable[[float], None] | None = None) -> float:
+        """Start ``program`` and wait until it is ready; seconds it took.
 
         Raises:
             EngineError: It ended, or was not ready in time.
             ConfigError: It could not be started at all.
         """
-        name = part.spec.name
+        name = program.spec.name
         self._stopping.discard(name)
-        child = Child.start(part.spec)
-        self._parts[name], self._children[name] = part, child
-        self._restarts_left.setdefault(name, part.restarts)
-        if part.ready is None:
+        child = Child.start(program.spec)
+        self._programs[name], self._children[name] = program, child
+        self._restarts_left.setdefault(name, program.restarts)
+        if program.ready is None:
             return 0.0
-        return await child.wait_ready_async(part.ready, part.timeout_s, progress)
+        return await child.wait_ready_async(program.ready, program.timeout_s, progress)
 
     def names(self) -> list[str]:
         return list(self._children)
@@ -87,7 +87,7 @@ class Fleet:
         return self._children[name].log_tail(num_lines)
 
     async def watch(self) -> None:
-        """Runs until a part that cannot be started again has ended.
+        """Runs until a program that cannot be started again has ended.
 
         Raises:
             EngineError: Names it, its exit code, and the end of its log.
@@ -95,17 +95,17 @@ class Fleet:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for name, child in list(self._children.items()):
-                part = self._parts[name]
+                program = self._programs[name]
                 code = child.returncode()
-                if code is None or part.task or name in self._stopping:
+                if code is None or program.task or name in self._stopping:
                     continue
                 self._report("kill", f"{name} ended with {code}")
                 if self._restarts_left[name] <= 0:
-                    where = f", see {part.spec.log_path}" if part.spec.log_path else ""
+                    where = f", see {program.spec.log_path}" if program.spec.log_path else ""
                     raise EngineError(f"ended with {code} and is not started again{where}", field=name)
                 self._restarts_left[name] -= 1
                 try:
-                    await self.start(part)
+                    await self.start(program)
                 except RoseError as error:
                     raise EngineError(f"could not be started again: {error}", field=name) from error
                 self._report("restart", f"{name} was started again")
@@ -139,20 +139,20 @@ class Fleet:
             raise EngineError(f"still runs after {timeout_s:.0f} s", field=name) from None
 
     async def stop(self, name: str, grace_s: float = GRACE_S) -> None:
-        """End one part and everything below it."""
+        """End one program and everything below it."""
         self._stopping.add(name)
         if (child := self._children.get(name)) is not None:
             await child.terminate_async(grace_s)
 
     async def stop_all(self) -> None:
-        """End all parts: first those that use others (clients and tasks), then the servers, each group at once.
+        """End all programs: first those that use others (clients and tasks), then the servers, each group at once.
 
         Every one is tried, then the first failure is raised.
         """
         failures: list[BaseException] = []
         self._stopping.update(self._children)
-        clients = [name for name in self._children if self._parts[name].ready is None]
-        servers = [name for name in self._children if self._parts[name].ready is not None]
+        clients = [name for name in self._children if self._programs[name].ready is None]
+        servers = [name for name in self._children if self._programs[name].ready is not None]
         for group in (clients, servers):
             ends = await asyncio.gather(*(self.stop(name) for name in group), return_exceptions=True)
             failures += [end for end in ends if isinstance(end, BaseException)]
