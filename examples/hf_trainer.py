@@ -25,7 +25,7 @@ from rose.auth import Tokens
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.ranks import TorchRanks
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.stores import trainer_store
 
 
@@ -39,7 +39,7 @@ class PublishWeights(TrainerCallback):
         every: Steps between two versions; a version's number is its step.
     """
 
-    def __init__(self, store: Store, run_id: str, attempt: int, *, every: int = 1) -> None:
+    def __init__(self, store: ObjectStore, run_id: str, attempt: int, *, every: int = 1) -> None:
         self._make = (store, run_id, attempt, WeightsParams(cast="BF16"))
         self._every = every
         self._publisher: WeightPublisher | None = None

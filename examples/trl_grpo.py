@@ -47,7 +47,7 @@ from rose.train.envs.registry import make_family
 from rose.train.rollout import EpisodeParams, EpisodeRunner
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.stores import trainer_store
 
 
@@ -148,7 +148,7 @@ class PublishSteps(TrainerCallback):
         attempt: One more than any earlier start of this job has used.
     """
 
-    def __init__(self, url: str, tokens: Tokens, store: Store, *, job: str, attempt: int) -> None:
+    def __init__(self, url: str, tokens: Tokens, store: ObjectStore, *, job: str, attempt: int) -> None:
         self._url, self._tokens, self._store = url, tokens, store
         self._job, self._attempt = job, attempt
         self._publisher: WeightPublisher | None = None
@@ -176,7 +176,7 @@ class PublishSteps(TrainerCallback):
             await client.set_version(job=self._job, attempt=self._attempt, version=version, run=self._job)
 
 
-def next_attempt(store: Store, run_id: str) -> int:
+def next_attempt(store: ObjectStore, run_id: str) -> int:
     head = store.wait_head(run_id, None, 0.0)
     return 1 if head is None else head.attempt + 1
 

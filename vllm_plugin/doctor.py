@@ -58,7 +58,7 @@ class Touched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class SupportVerdict:
     """What the plugin would decide.
 
     Attributes:
@@ -242,13 +242,13 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
 # --------------------------------------------------------------------------- the answer
 
 
-def judge_engine(role: str, arguments: Sequence[str]) -> Verdict:
+def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
     """What the plugin would decide in role ``role`` about ``vllm serve ARGUMENTS``; never raises for what these hold."""
     import vllm
 
     from vllm_plugin import compat, selfcheck
 
-    answer = Verdict(support=None, vllm=vllm.__version__)
+    answer = SupportVerdict(support=None, vllm=vllm.__version__)
     if problems := _name_problems(role):
         support, because = judge(role, ["unknown_version"])
         return replace(
@@ -434,10 +434,10 @@ def _shown(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """One question ``{"role": ..., "args": [...]}`` and its :class:`Verdict`, as JSON has it."""
+    """One question ``{"role": ..., "args": [...]}`` and its :class:`SupportVerdict`, as JSON has it."""
     role, arguments = str(question["role"]), [str(one) for one in question["args"]]
     if importlib.util.find_spec("vllm") is None:
-        found = Verdict(
+        found = SupportVerdict(
             support=None,
             problem=f"vLLM is not installed for {sys.executable}",
             fix="pip install 'rose-rl[cpu]', or [gpu]",
@@ -446,7 +446,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found = judge_engine(role, arguments)
         except Exception as error:  # noqa: BLE001  # a vLLM that cannot even be imported
-            found = Verdict(support=None, problem=f"vLLM cannot be asked: {_words(error)}")
+            found = SupportVerdict(support=None, problem=f"vLLM cannot be asked: {_words(error)}")
         if problem := loaded_problem(os.environ, _installed()):
             fix = "pip install ROSE's checkout into that environment, and 'rose' among VLLM_PLUGINS where it is set"
             found = replace(found, problem=found.problem or problem, fix=found.fix or fix)

@@ -37,7 +37,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-class Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ParseSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a turn is parsed by: the client's own request, the prompt that was sampled on, and the least length."""
 
     kind: Literal["chat", "completion"]
@@ -46,7 +46,7 @@ class Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class PieceBody(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens; ``finish_reason`` is set on the last ones."""
 
     token_ids: list[TokenId]
@@ -60,18 +60,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
 
-class FeedBody(Piece, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FeedBody(PieceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``at``: how many tokens came before.  ``open`` with the first ones, which may be all so far, in ``pieces`` of so many:
     parsers look at where a piece ends.  Log-probs are those of the last piece."""
 
     parse: Name
     at: int
-    open: Source | None = None
+    open: ParseSource | None = None
     pieces: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
 
 
-class WholeBody(Piece, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    source: Source
+class WholeBody(PieceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: ParseSource
 
 
 class CloseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ class Parse(Protocol):
 
     num_tokens: int
 
-    def feed(self, piece: Piece, sizes: Sequence[int]) -> dict[str, Any]: ...
+    def feed(self, piece: PieceBody, sizes: Sequence[int]) -> dict[str, Any]: ...
 
 
 class _Open:
@@ -133,7 +133,7 @@ class Parses:
         self,
         body: FeedBody,
         num_bytes: int,
-        make: Callable[[Source], Parse],
+        make: Callable[[ParseSource], Parse],
         run: Callable[[Callable[[], Any]], Any],
     ) -> dict[str, Any]:
         """Open the parse if ``body`` says so, feed it, and close it after the last piece.
@@ -185,9 +185,9 @@ class Parses:
     async def _opened(
         self,
         name: str,
-        source: Source,
+        source: ParseSource,
         num_bytes: int,
-        make: Callable[[Source], Parse],
+        make: Callable[[ParseSource], Parse],
         run: Callable[[Callable[[], Any]], Any],
     ) -> _Open:
         # Counted before it is made: many may be made at once.
@@ -248,7 +248,7 @@ class _Making:
 
     num_tokens = -1
 
-    def feed(self, piece: Piece, sizes: Sequence[int]) -> dict[str, Any]:
+    def feed(self, piece: PieceBody, sizes: Sequence[int]) -> dict[str, Any]:
         raise AssertionError("not made yet")
 
 
@@ -258,7 +258,7 @@ class _Making:
 class TurnText:
     """The text of a turn, by vLLM's incremental detokenizer, which finds stop strings."""
 
-    def __init__(self, tokenizer: Any, wanted: Any, source: Source) -> None:
+    def __init__(self, tokenizer: Any, wanted: Any, source: ParseSource) -> None:
         """Args:
         wanted: The request as its parser has adjusted it: marks are not left out of the text.
         """
@@ -291,7 +291,7 @@ class TurnText:
         self.stop: str | None = None
         """The stop string that ended the text."""
 
-    def add(self, piece: Piece) -> tuple[str, list[int], int]:
+    def add(self, piece: PieceBody) -> tuple[str, list[int], int]:
         """``(new text, the tokens it is of, how many tokens of the piece count)``: none after a stop string.
 
         What may be the start of a stop string is held back by whole tokens: a parser that got text without its tokens would take
@@ -322,7 +322,7 @@ class TurnText:
 class VllmParse:
     """A streamed turn.  ``derenderer`` is vLLM's ``OnlineDerenderer``."""
 
-    def __init__(self, derenderer: Any, source: Source) -> None:
+    def __init__(self, derenderer: Any, source: ParseSource) -> None:
         self._derenderer = derenderer
         self._tokenizer = derenderer.renderer.get_tokenizer()
         self._chat = source.kind == "chat"
@@ -338,7 +338,7 @@ class VllmParse:
         self._ended = False
         self.num_tokens = 0
 
-    def feed(self, piece: Piece, sizes: Sequence[int]) -> dict[str, Any]:
+    def feed(self, piece: PieceBody, sizes: Sequence[int]) -> dict[str, Any]:
         """``{delta | text, logprobs, stop}`` of new tokens; ``stop`` names the stop string that ends the turn.
 
         Args:
@@ -348,10 +348,10 @@ class VllmParse:
             raise RequestError("must add up to the number of token ids", field="pieces")
         at, answer = 0, {"delta": {}} if self._chat else {"text": ""}
         for size in sizes[:-1]:
-            part = self._step(Piece(token_ids=piece.token_ids[at : at + size]))
+            part = self._step(PieceBody(token_ids=piece.token_ids[at : at + size]))
             answer = _joined(answer, part)
             at += size
-        last = Piece(
+        last = PieceBody(
             token_ids=piece.token_ids[at:],
             logprobs=piece.logprobs,
             finish_reason=piece.finish_reason,
@@ -359,7 +359,7 @@ class VllmParse:
         )
         return _joined(answer, self._step(last))
 
-    def _step(self, piece: Piece) -> dict[str, Any]:
+    def _step(self, piece: PieceBody) -> dict[str, Any]:
         self.num_tokens += len(piece.token_ids)
         if self.num_tokens > self._room:
             raise RequestError("prompt and output exceed the context length", field="token_ids")
@@ -387,7 +387,7 @@ class VllmParse:
             delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
         return delta.model_dump(mode="json", exclude_none=True)
 
-    def _logprobs(self, piece: Piece, num_taken: int) -> dict[str, Any] | None:
+    def _logprobs(self, piece: PieceBody, num_taken: int) -> dict[str, Any] | None:
         context = self._context
         self._context = [*context, *piece.token_ids[:num_taken]][-CONTEXT_TOKENS:]
         if piece.logprobs is None or _hides_reasoning(self._parser, self._request):
@@ -415,7 +415,7 @@ def parse_whole(derenderer: Any, body: WholeBody, *, counts_reasoning: bool) -> 
     tokenizer = derenderer.renderer.get_tokenizer()
     request = _request(body.source)
     parser = _parser(derenderer, request)
-    last = Piece(
+    last = PieceBody(
         token_ids=body.token_ids,
         finish_reason=body.finish_reason or "length",
         stop_reason=body.stop_reason,
@@ -466,7 +466,7 @@ def _message(
     )
 
 
-def _request(source: Source) -> Any:
+def _request(source: ParseSource) -> Any:
     from pydantic import ValidationError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -510,7 +510,7 @@ def _hides_reasoning(parser: Any, request: Any) -> bool:
     return parser is not None and not request.include_reasoning
 
 
-def _check_length(derenderer: Any, source: Source, num_tokens: int) -> None:
+def _check_length(derenderer: Any, source: ParseSource, num_tokens: int) -> None:
     limit = derenderer.model_config.max_model_len
     if len(source.prompt_token_ids) + num_tokens > limit:
         raise RequestError(f"prompt and output exceed the context length of {limit}", field="token_ids")

@@ -114,7 +114,7 @@ class BoxMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetStorage:
     """One storage of the model: names of its tensors (several when tied), elements, where parameters lie."""
 
     names: tuple[str, ...]
@@ -145,7 +145,7 @@ class ShardPlan:
     boxes: Mapping[str, tuple[BoxMap, ...]]
     fallback: Mapping[str, str]
     holes: tuple[str, ...]
-    targets: Sequence[Target]
+    targets: Sequence[TargetStorage]
     digest: str
 
     def is_whole(self, name: str) -> bool:
@@ -276,7 +276,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
         yield name, buffer, False
 
 
-def _targets(model: torch.nn.Module) -> tuple[list[Target], dict[int, int]]:
+def _targets(model: torch.nn.Module) -> tuple[list[TargetStorage], dict[int, int]]:
     """Storages of parameters and buffers, and the index of each by storage address."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -297,7 +297,7 @@ def _targets(model: torch.nn.Module) -> tuple[list[Target], dict[int, int]]:
         flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
         owners[address] = len(targets)
         regions = tuple(parameters.get(address, ()))
-        targets.append(Target(names=tuple(names[address]), flat=flat, parameters=regions))
+        targets.append(TargetStorage(names=tuple(names[address]), flat=flat, parameters=regions))
     return targets, owners
 
 
@@ -369,7 +369,9 @@ class _Scratch:
 class _Recorder(TorchDispatchMode):
     """Notes every write into model memory and performs none."""
 
-    def __init__(self, scratch: _Scratch, targets: Sequence[Target], owners: Mapping[int, int]) -> None:
+    def __init__(
+        self, scratch: _Scratch, targets: Sequence[TargetStorage], owners: Mapping[int, int]
+    ) -> None:
         super().__init__()
         self._scratch = scratch
         self._targets = targets
@@ -507,7 +509,7 @@ def _box(
 
 
 def _prove(
-    tensors: Sequence[TensorSpec], targets: Sequence[Target], recorder: _Recorder, replaced: set[str]
+    tensors: Sequence[TensorSpec], targets: Sequence[TargetStorage], recorder: _Recorder, replaced: set[str]
 ) -> ShardPlan:
     fallback = dict(recorder.reasons)
     boxes: dict[str, tuple[BoxMap, ...]] = {}
@@ -553,7 +555,7 @@ def _mark_mirrors(tensor: TensorSpec, boxes: Sequence[BoxMap]) -> tuple[BoxMap, 
     return None if twice else tuple(marked)
 
 
-def _written_twice(targets: Sequence[Target], boxes: Mapping[str, Sequence[BoxMap]]) -> dict[str, str]:
+def _written_twice(targets: Sequence[TargetStorage], boxes: Mapping[str, Sequence[BoxMap]]) -> dict[str, str]:
     """Checkpoint tensors whose destination another box covers too, with the parameter's name."""
     by_target: dict[int, list[tuple[str, BoxMap]]] = {}
     for name, held in boxes.items():
@@ -569,7 +571,9 @@ def _written_twice(targets: Sequence[Target], boxes: Mapping[str, Sequence[BoxMa
 
 
 def _holes(
-    targets: Sequence[Target], boxes: Mapping[str, Sequence[BoxMap]], filled: Mapping[int, Sequence[BoxMap]]
+    targets: Sequence[TargetStorage],
+    boxes: Mapping[str, Sequence[BoxMap]],
+    filled: Mapping[int, Sequence[BoxMap]],
 ) -> list[str]:
     """Parameters with an element that neither a box nor a constant fill reaches."""
     written: dict[int, list[Region]] = {}

@@ -55,7 +55,7 @@ from rose.weights.spec import differences, model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
 from vllm_plugin.plan import BoxMap, ShardPlan
-from vllm_plugin.weight_bits import Piece, flat_of, hash_box, hash_piece, parked, put, signed
+from vllm_plugin.weight_bits import BoxUpdate, flat_of, hash_box, hash_piece, parked, put, signed
 
 logger = logging.getLogger("vllm.rose")
 
@@ -63,7 +63,7 @@ STREAM_SLICE_S = 0.05
 """Of a version that streams: between two slices the engine answers, and gives memory back."""
 
 
-class Phase(StrEnum):
+class UpdatePhase(StrEnum):
     IDLE = "idle"
     """No update is at hand."""
     STAGING = "staging"
@@ -82,7 +82,7 @@ class Phase(StrEnum):
 class _Staged:
     target: WeightVersion
     run: str
-    pieces: list[Piece]
+    pieces: list[BoxUpdate]
     hashes: dict[str, int]
     """This rank's hash of each changed tensor, once committed."""
     partial: dict[str, dict[str, Any]]
@@ -102,7 +102,7 @@ class _Staged:
 
 @dataclass(kw_only=True, slots=True)
 class _StagedTensor:
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[BoxUpdate] = field(default_factory=list)
     num_changed: int = 0
     hash: int | None = None
     """This rank's, once committed; None: unchanged."""
@@ -115,7 +115,7 @@ class _StagedTensor:
 class _Slot:
     """The one update at hand.  Guarded by the rank's lock."""
 
-    phase: Phase = Phase.IDLE
+    phase: UpdatePhase = UpdatePhase.IDLE
     target: WeightVersion | None = None
     path: str = ""
     source: tuple[int, ...] | None = None
@@ -219,17 +219,22 @@ class RankWeights:
         with self._lock:
             slot = self._slot
             # It is open: that the name is gone, or another file's while it is being read, changes nothing.
-            is_at_hand = slot.phase is Phase.STAGING or (
-                slot.phase is Phase.STAGED and source in (slot.source, None)
+            is_at_hand = slot.phase is UpdatePhase.STAGING or (
+                slot.phase is UpdatePhase.STAGED and source in (slot.source, None)
             )
             if is_at_hand and (slot.target, slot.path) == (target, path):
                 return
-            if slot.phase in (Phase.STAGING, Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
+            if slot.phase in (
+                UpdatePhase.STAGING,
+                UpdatePhase.STREAMING,
+                UpdatePhase.COMMITTED,
+                UpdatePhase.BROKEN,
+            ):
                 raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
             if run in ("", self.run) and target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
             slot.drop()
-            self._slot = _Slot(phase=Phase.STAGING, target=target, path=path, source=source)
+            self._slot = _Slot(phase=UpdatePhase.STAGING, target=target, path=path, source=source)
             self._thread = threading.Thread(
                 target=self._stage_into, args=(self._slot, path, run), name="rose-weights-stage", daemon=True
             )
@@ -249,7 +254,7 @@ class RankWeights:
         with self._lock:
             if self._slot is slot:
                 slot.staged, slot.error = staged, error
-                slot.phase = Phase.STAGED if staged is not None else Phase.FAILED
+                slot.phase = UpdatePhase.STAGED if staged is not None else UpdatePhase.FAILED
             elif staged is not None:
                 staged.close()
 
@@ -260,7 +265,7 @@ class RankWeights:
             WeightsError: It is committed already (undo or finish it), or the rank is broken.
         """
         with self._lock:
-            if self._slot.phase in (Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
+            if self._slot.phase in (UpdatePhase.STREAMING, UpdatePhase.COMMITTED, UpdatePhase.BROKEN):
                 raise WeightsError(f"the engine is {self._slot.phase}", field="version")
             self._slot.cancelled.set()
             self._slot.drop()
@@ -273,7 +278,7 @@ class RankWeights:
 
     def _stage(self, path: str, target: WeightVersion, run: str, cancelled: threading.Event) -> _Staged:
         began_s = time.monotonic()
-        pieces: list[Piece] = []
+        pieces: list[BoxUpdate] = []
         hashes: dict[str, int] = {}
         partial: dict[str, dict[str, Any]] = {}
         num_changed = 0
@@ -406,7 +411,7 @@ class RankWeights:
                 total = statehash.add(total, hash_box(box, box.source_view(flat)))
         return total
 
-    def _place(self, tensor: TensorUpdate) -> tuple[list[Piece], int]:
+    def _place(self, tensor: TensorUpdate) -> tuple[list[BoxUpdate], int]:
         """Destinations, old and new bits of one changed tensor, and this rank's hash of it afterwards.
 
         The old bits are read from the live model, so a memory that is not what the running hash says shows up
@@ -414,7 +419,7 @@ class RankWeights:
         """
         name = tensor.spec.name
         after = self.hashes[name]
-        pieces: list[Piece] = []
+        pieces: list[BoxUpdate] = []
         for box in self.plan.boxes[name]:
             piece = self._piece(tensor, box)
             if piece is None:
@@ -426,12 +431,12 @@ class RankWeights:
                 )
         return pieces, after
 
-    def _piece(self, tensor: TensorUpdate, box: BoxMap) -> Piece | None:
+    def _piece(self, tensor: TensorUpdate, box: BoxMap) -> BoxUpdate | None:
         bits = self._bits(box)
         if tensor.dense is not None:
             flat = flat_of(tensor)
             new = box.source_view(flat).clone(memory_format=torch.contiguous_format)
-            return Piece(
+            return BoxUpdate(
                 name=tensor.spec.name, box=box, storage=None, index=None, new=parked(new, bits),
                 old=parked(box.view(bits).to("cpu", copy=True), bits),
             )  # fmt: skip
@@ -445,7 +450,7 @@ class RankWeights:
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)
-        return Piece(
+        return BoxUpdate(
             name=tensor.spec.name,
             box=box,
             storage=parked(storage, bits),
@@ -459,7 +464,7 @@ class RankWeights:
     @property
     def more(self) -> bool:
         """Does a version stream of which :meth:`commit` has not written all?"""
-        return self._slot.phase is Phase.STREAMING
+        return self._slot.phase is UpdatePhase.STREAMING
 
     def commit(self, target: WeightVersion) -> float:
         """Write the staged update and prove it; returns the seconds it took.  One that streams is written a slice at a call, until
@@ -473,11 +478,15 @@ class RankWeights:
             slot = self._slot
             staged = slot.staged
             going_on = (
-                slot.phase in (Phase.STREAMING, Phase.COMMITTED)
+                slot.phase in (UpdatePhase.STREAMING, UpdatePhase.COMMITTED)
                 and staged is not None
                 and staged.left is not None
             )
-            if (slot.phase is not Phase.STAGED and not going_on) or slot.target != target or staged is None:
+            if (
+                (slot.phase is not UpdatePhase.STAGED and not going_on)
+                or slot.target != target
+                or staged is None
+            ):
                 raise WeightsError(f"{target} is not staged: the engine is {slot.phase}", field="version")
             began_s = time.monotonic()
             if staged.left is not None:
@@ -492,7 +501,7 @@ class RankWeights:
                 if not isinstance(error, RoseError):
                     raise WeightsError(f"commit failed and was undone: {error!r}"[:300]) from error
                 raise
-            slot.phase = Phase.COMMITTED
+            slot.phase = UpdatePhase.COMMITTED
             return time.monotonic() - began_s
 
     def undo(self) -> None:
@@ -503,23 +512,23 @@ class RankWeights:
         """
         with self._lock:
             slot = self._slot
-            if slot.phase is Phase.COMMITTED and slot.staged is not None:
+            if slot.phase is UpdatePhase.COMMITTED and slot.staged is not None:
                 slot.error = WeightsError(f"{slot.target} was undone", field="version")
                 self._take_back(slot, slot.staged)
-            elif slot.phase is Phase.STREAMING:
+            elif slot.phase is UpdatePhase.STREAMING:
                 self._break(slot, WeightsError(f"{slot.target} is in place in part", field="version"))
 
     def finish(self) -> WeightVersion:
         """Make a commit final, or drop an update that was undone; returns the version in place."""
         with self._lock:
             slot = self._slot
-            if slot.phase is Phase.COMMITTED and slot.staged is not None:
+            if slot.phase is UpdatePhase.COMMITTED and slot.staged is not None:
                 self.version, self.run = slot.staged.target, slot.staged.run
                 self.hashes |= slot.staged.hashes
                 self._slot = _Slot()
             return self.version
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
+    def _write(self, pieces: Sequence[BoxUpdate]) -> None:
         """Write and read back.  Equal bits have the hash that staging proved; no need to compute it again."""
         doubts = [(piece.name, put(self._bits(piece.box), piece, piece.new)) for piece in pieces]
         for name, differs in doubts:  # a device is waited for once everything is on its way
@@ -532,15 +541,15 @@ class RankWeights:
         assert file is not None
         if left and file.was_written_to():
             error = WeightsError("was written to since it was staged", field=file.path.name)
-            if slot.phase is Phase.STAGED:
-                slot.phase, slot.error = Phase.FAILED, error
+            if slot.phase is UpdatePhase.STAGED:
+                slot.phase, slot.error = UpdatePhase.FAILED, error
                 slot.drop()
                 raise error
             self._break(slot, error)
         try:
             with torch.no_grad():
                 while left:
-                    slot.phase = Phase.STREAMING
+                    slot.phase = UpdatePhase.STREAMING
                     self._overwrite(file.read(left[0]), staged.hashes[left[0]])
                     del left[0]
                     if time.monotonic() >= until_s:
@@ -550,7 +559,7 @@ class RankWeights:
             own = error if isinstance(error, RoseError) else WeightsError(f"commit failed: {error!r}"[:300])
             self._break(slot, own)
         if not left:  # of a rank that holds none of its tensors at the first call
-            slot.phase = Phase.COMMITTED
+            slot.phase = UpdatePhase.COMMITTED
             staged.close()
 
     def _overwrite(self, tensor: TensorUpdate, after: int) -> None:
@@ -558,7 +567,7 @@ class RankWeights:
         name, flat, total = tensor.spec.name, flat_of(tensor), 0
         for box in self.plan.boxes[name]:
             values = box.source_view(flat)
-            piece = Piece(name=name, box=box, storage=None, index=None, new=values, old=values)
+            piece = BoxUpdate(name=name, box=box, storage=None, index=None, new=values, old=values)
             self._write([piece])
             if not box.mirror:
                 total = statehash.add(total, hash_box(box, values))
@@ -566,7 +575,7 @@ class RankWeights:
             raise SectionCorrupt(f"became {statehash.to_hex(total)} since it was staged", field=name)
 
     def _break(self, slot: _Slot, error: RoseError) -> NoReturn:
-        slot.phase, slot.error = Phase.BROKEN, error
+        slot.phase, slot.error = UpdatePhase.BROKEN, error
         slot.drop()
         raise error
 
@@ -579,10 +588,10 @@ class RankWeights:
             wrong = [name for name in staged.hashes if self._scan_tensor(name) != self.hashes[name]]
         slot.staged = None
         if wrong:
-            slot.phase = Phase.BROKEN
+            slot.phase = UpdatePhase.BROKEN
             slot.error = WeightsError("does not hold its old values after an undo", field=wrong[0])
             raise slot.error
-        slot.phase = Phase.FAILED
+        slot.phase = UpdatePhase.FAILED
         if slot.error is None:
             slot.error = WeightsError(f"commit of {slot.target} failed and was undone", field="version")
 

@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
-class Piece:
+class BoxUpdate:
     """What one box of one tensor receives."""
 
     name: str
@@ -48,7 +48,7 @@ def parked(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return values.pin_memory() if bits.is_cuda else values
 
 
-def put(bits: torch.Tensor, piece: Piece, values: torch.Tensor) -> torch.Tensor | bool:
+def put(bits: torch.Tensor, piece: BoxUpdate, values: torch.Tensor) -> torch.Tensor | bool:
     """Write ``values`` and read them back; returns whether memory differs from them.  On a device the answer is still
     on its way."""
     if piece.storage is None:
@@ -74,7 +74,7 @@ def _unsigned(bits: torch.Tensor) -> NDArray[Any]:
     return array.view(f"<u{array.itemsize}")
 
 
-def hash_piece(piece: Piece, values: torch.Tensor) -> int:
+def hash_piece(piece: BoxUpdate, values: torch.Tensor) -> int:
     if piece.index is None:
         return hash_box(piece.box, values)
     return statehash.hash_at(piece.index, values.cpu().numpy())

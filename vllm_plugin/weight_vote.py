@@ -8,7 +8,7 @@ from typing import Any
 from rose.errors import SectionCorrupt, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights import statehash
-from vllm_plugin.rank_weights import Phase
+from vllm_plugin.rank_weights import UpdatePhase
 
 
 def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
@@ -19,7 +19,7 @@ def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
         WrongBase, SectionCorrupt: The sum over the ranks of a tensor's hash is not the header's.
     """
     for rank, report in enumerate(reports):
-        if report["phase"] != Phase.STAGED or report["target"] != str(target):
+        if report["phase"] != UpdatePhase.STAGED or report["target"] != str(target):
             why = f": {report['error']['message']}" if report["error"] else ""
             raise WeightsError(
                 f"{target} is not staged on rank {rank}, which is {report['phase']}{why}", field="version"

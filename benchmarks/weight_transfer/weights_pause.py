@@ -27,7 +27,7 @@ from rose.weights import kernels, statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import Phase, RankWeights
+from vllm_plugin.rank_weights import RankWeights, UpdatePhase
 
 FORBIDDEN = ("codec", "statehash", "update", "hash_", "zstd", "xxh", "open", "read", "safetensors", "json")
 """Parts of a name that would mean decoding, hashing or reading.  ``put`` and ``equal`` compare bits."""
@@ -168,7 +168,7 @@ def measure(size: str, density: float, fit: dict[str, Any], *, repeats: int) -> 
             rank.prefetch(str(path), target)
             rank.join()
             report = rank.report()
-            assert report["phase"] == Phase.STAGED, report
+            assert report["phase"] == UpdatePhase.STAGED, report
             stage_s = report["stage_s"]
             flush_caches()
             scatters.append(bare_scatter(rank))
@@ -185,7 +185,7 @@ def measure(size: str, density: float, fit: dict[str, Any], *, repeats: int) -> 
                 after = io_counters()
                 io_calls.append(sum(after) - sum(idle) - (sum(idle) - sum(first)))
             rank.undo()
-            rank.discard() if rank.report()["phase"] == Phase.FAILED else None
+            rank.discard() if rank.report()["phase"] == UpdatePhase.FAILED else None
             rank.finish()
         forbidden = sorted(name for name in calls if any(part in name.lower() for part in FORBIDDEN))
     return {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.weight_transfer.weights_data import Bits, Pair
 from rose.weights import codec
 from rose.weights.kernels import SEGMENT
-from rose.weights.manifest import Section
+from rose.weights.manifest import ManifestSection
 
 LEVEL = 1
 
@@ -65,7 +65,7 @@ def planes(pair: Pair) -> int:
 
 def manifest_entry(pair: Pair, nbytes: int) -> int:
     """Bytes of the JSON that describes a section in the manifest."""
-    entry = Section(
+    entry = ManifestSection(
         object=1,
         offset=10_000_000,
         nbytes=nbytes,

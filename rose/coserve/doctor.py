@@ -118,7 +118,7 @@ def interpreter_of(program: str) -> str:
 
 
 def ask_engine(role: str, command: Command) -> dict[str, Any]:
-    """The plugin's word on an engine, ``vllm_plugin.doctor.Verdict`` as JSON has it; a ``problem`` where it cannot be had."""
+    """The plugin's word on an engine, ``vllm_plugin.doctor.SupportVerdict`` as JSON has it; a ``problem`` where it cannot be had."""
     env = {**os.environ, **command.env}
     env.pop("ROSE_ROLE", None)  # nothing of ours may be applied to what is looked at
     env.pop("ROSE_TOKEN_FILE", None)

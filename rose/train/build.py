@@ -11,7 +11,7 @@ from rose.train.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from rose.train.trainer import TrainerParams
-    from rose.weights.store import Store
+    from rose.weights.store import ObjectStore
 
 
 def trainer_params(config: TrainConfig) -> TrainerParams:
@@ -107,7 +107,7 @@ def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: in
     return WeightPublisher(module, store, config.run_id, attempt, params, ranks=ranks)
 
 
-def weight_store(config: TrainConfig, tokens: Tokens, *, signs: bool = True) -> Store:
+def weight_store(config: TrainConfig, tokens: Tokens, *, signs: bool = True) -> ObjectStore:
     """Where the job's weights go, signed unless the job says otherwise.
 
     Args:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from rose.errors import NotFound, RoseError
 from rose.lineage import WeightVersion
 from rose.weights.spool import Spool
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.upcoming import Upcoming, version_of
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Ahead:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         run_id: str,
         spool: Spool,
         *,

@@ -24,9 +24,9 @@ import numpy as np
 from rose.weights import boxes, codec, ending, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.buckets import Buckets
-from rose.weights.manifest import Encoding, Section
+from rose.weights.manifest import Encoding, ManifestSection
 from rose.weights.params import WeightsParams
-from rose.weights.source import Piece
+from rose.weights.source import TensorBox
 from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits
 
@@ -68,7 +68,7 @@ class Change:
     """None: unchanged."""
     payload: bytes = b""
     """Of ``planes``; raw bits are in the baseline already."""
-    section: Section | None = None
+    section: ManifestSection | None = None
 
 
 class Baseline:
@@ -85,7 +85,7 @@ class Baseline:
     def num_elements(self) -> int:
         return sum(held.box.num_elements for held in self.held)
 
-    def hold(self, pieces: Sequence[Piece]) -> None:
+    def hold(self, pieces: Sequence[TensorBox]) -> None:
         """Make room for ``pieces``; later versions must bring the same ones."""
         self.held = []
         for piece in pieces:
@@ -96,7 +96,7 @@ class Baseline:
             bits = np.empty(piece.box.num_elements, piece.spec.bits_dtype)
             self.held.append(Held(piece.spec, piece.box, bits, fragments))
 
-    def changes(self, pieces: Sequence[Piece], whole: bool, buckets: Buckets) -> Iterator[Change]:
+    def changes(self, pieces: Sequence[TensorBox], whole: bool, buckets: Buckets) -> Iterator[Change]:
         """Encode and upload every fragment, in order; several at a time when there are threads for it."""
         work = [
             (piece, held, fragment)
@@ -120,7 +120,7 @@ class Baseline:
             finally:
                 wait(encoded)  # nothing reads the trainer's tensors any more
 
-    def _change(self, piece: Piece, held: Held, fragment: Fragment, whole: bool) -> Change:
+    def _change(self, piece: TensorBox, held: Held, fragment: Fragment, whole: bool) -> Change:
         old = held.bits[fragment.start : fragment.stop]
         sparse = held.spec.sparse_codec and not (whole or fragment.dirty)
         if sparse and self._there and piece.read_there is not None and fragment.box.contiguous:
@@ -219,7 +219,7 @@ class Baseline:
                 _apply(change)
             change.fragment.dirty = False
 
-    def adopt(self, pieces: Sequence[Piece]) -> None:
+    def adopt(self, pieces: Sequence[TensorBox]) -> None:
         """Take ``pieces`` as what is published; :meth:`forget` when that turns out wrong."""
         for piece, held in zip(pieces, self.held, strict=True):
             for fragment in held.fragments:
@@ -227,7 +227,7 @@ class Baseline:
                 bits[:] = piece.bits(fragment.start, fragment.stop)
                 fragment.h, fragment.dirty = boxes.hash_bits(fragment.box, bits), False
 
-    def holds(self, pieces: Sequence[Piece]) -> bool:
+    def holds(self, pieces: Sequence[TensorBox]) -> bool:
         """Whether the published state is that of ``pieces``."""
         return all(
             boxes.hash_bits(fragment.box, piece.bits(fragment.start, fragment.stop)) == fragment.h
@@ -267,7 +267,7 @@ def _upload(change: Change, buckets: Buckets) -> None:
     payload = raw if change.encoding == "raw" else change.payload
     place, offset = buckets.add(payload)
     strided = not fragment.box.contiguous
-    change.section = Section(
+    change.section = ManifestSection(
         object=place,
         offset=offset,
         nbytes=len(payload),

@@ -17,7 +17,7 @@ from rose.errors import Conflict, NotFound, RoseError, TooLarge, WeightsError
 from rose.lineage import WeightVersion
 from rose.weights import ending, manifest
 from rose.weights.manifest import ObjectRef
-from rose.weights.store import Buffer, Store
+from rose.weights.store import Buffer, ObjectStore
 
 
 class Buckets:
@@ -29,7 +29,7 @@ class Buckets:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         run_id: str,
         identity: WeightVersion,
         writer: int | str,

@@ -21,7 +21,7 @@ from rose.weights import composer, manifest, retention, sealed, upkeep
 from rose.weights.manifest import Head, Kind, Manifest
 from rose.weights.params import WeightsParams
 from rose.weights.spec import TensorSpec
-from rose.weights.store import FileStore, Store
+from rose.weights.store import FileStore, ObjectStore
 from rose.weights.stores import open_store
 from rose.wire.hosts import in_url
 
@@ -261,7 +261,7 @@ def diff(
 
 
 def _deltas_between(
-    store: Store, run_id: str, begin: WeightVersion, end: WeightVersion
+    store: ObjectStore, run_id: str, begin: WeightVersion, end: WeightVersion
 ) -> list[Manifest] | None:
     """The deltas that lead from ``begin`` to ``end``, newest first; None when they do not."""
     found: list[Manifest] = []
@@ -275,18 +275,18 @@ def _deltas_between(
     return found if at == begin else None
 
 
-def _some_manifest(store: Store, run_id: str, identity: WeightVersion) -> Manifest:
+def _some_manifest(store: ObjectStore, run_id: str, identity: WeightVersion) -> Manifest:
     records = _manifests(store, run_id, identity)
     if not records:
         raise NotFound(f"version {identity} is not (or no longer) there", field=run_id)
     return records[0]
 
 
-def _state_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, str]:
+def _state_of(store: ObjectStore, run_id: str, identity: WeightVersion) -> dict[str, str]:
     return _some_manifest(store, run_id, identity).state()
 
 
-def _specs_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, TensorSpec]:
+def _specs_of(store: ObjectStore, run_id: str, identity: WeightVersion) -> dict[str, TensorSpec]:
     return _some_manifest(store, run_id, identity).specs()
 
 
@@ -340,7 +340,7 @@ def compose(
             return
 
 
-def _head_for(store: Store, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+def _head_for(store: ObjectStore, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
     """The next head to compose an anchor of.  Raises NotAuthentic where ``--key`` is not of its trainer."""
     refused: str | None
     try:
@@ -354,7 +354,7 @@ def _head_for(store: Store, run_id: str, after: WeightVersion | None, timeout_s:
     return head
 
 
-def _newest_anchor(store: Store, run_id: str, upto: WeightVersion) -> WeightVersion:
+def _newest_anchor(store: ObjectStore, run_id: str, upto: WeightVersion) -> WeightVersion:
     """Of the versions up to one, the last that is there whole."""
     keys = set(store.list(f"{run_id}/"))
     found = [
@@ -365,12 +365,12 @@ def _newest_anchor(store: Store, run_id: str, upto: WeightVersion) -> WeightVers
     return max(found, default=WeightVersion(upto.attempt, 0))
 
 
-def _require_versions(store: Store, run_id: str) -> None:
+def _require_versions(store: ObjectStore, run_id: str) -> None:
     if not store.list(f"{run_id}/"):
         raise _no_version(store, run_id)
 
 
-def _no_version(store: Store, run_id: str) -> NotFound:
+def _no_version(store: ObjectStore, run_id: str) -> NotFound:
     """That nothing of the run is there, and what is: a name is easily misspelt."""
     runs: list[str] = []
     with contextlib.suppress(NotFound):  # a relay of an earlier build does not tell
@@ -406,7 +406,7 @@ def _open(
     public_key: str | None = None,
     role: str = "relay",
     key: SigningKey | None = None,
-) -> Store:
+) -> ObjectStore:
     """The store that was named; what is read of it is checked where a public key is known."""
     if (url is None) == (directory is None):
         raise ConfigError("give one of --relay URL and --directory PATH", field="rose weights")
@@ -426,7 +426,7 @@ def _open(
 
 
 def _manifests(
-    store: Store, run_id: str, identity: WeightVersion, damage: list[str] | None = None
+    store: ObjectStore, run_id: str, identity: WeightVersion, damage: list[str] | None = None
 ) -> list[Manifest]:
     """What is there of a version.  A manifest that cannot be read is an error, or a line of ``damage`` if given."""
     found: list[Manifest] = []
@@ -443,7 +443,7 @@ def _manifests(
     return found
 
 
-def _check_objects(store: Store, record: Manifest) -> str | None:
+def _check_objects(store: ObjectStore, record: Manifest) -> str | None:
     """What is wrong with a version's objects; None when nothing is."""
     for reference in record.objects:
         try:

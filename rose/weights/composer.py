@@ -25,12 +25,12 @@ from rose.errors import Conflict, NotAuthentic, NotFound, RequestError, SectionC
 from rose.lineage import WeightVersion
 from rose.weights import boxes, codec, manifest, retention, sealed, statehash
 from rose.weights.buckets import Buckets
-from rose.weights.manifest import ObjectRef, Section, TensorState
+from rose.weights.manifest import ManifestSection, ObjectRef, TensorState
 from rose.weights.params import WeightsParams
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits
-from rose.weights.store import Content, Store
+from rose.weights.store import Content, ObjectStore
 
 WINDOW_BYTES = 1 << 20
 """Read at a time where sections are smaller: those of one object lie in the order in which they are needed."""
@@ -41,7 +41,7 @@ class Stopped(WeightsError):
 
 
 def compose(
-    store: Store,
+    store: ObjectStore,
     run_id: str,
     target: WeightVersion,
     params: WeightsParams,
@@ -68,7 +68,7 @@ def compose(
         raise WeightsError(f"the chain of {target} is not whole: {error}", field=run_id) from error
     sources = [_Source(store, step) for step in steps]
     anchor = steps[0]
-    sections: list[Section] = []
+    sections: list[ManifestSection] = []
     bound = sealed.is_sealed(store)
     with Buckets(store, run_id, target, manifest.COMPOSED, params.bucket_bytes, bound=bound) as buckets:
         try:
@@ -93,7 +93,7 @@ def compose(
     return record
 
 
-def _put(store: Store, key: str, record: manifest.Manifest) -> None:
+def _put(store: ObjectStore, key: str, record: manifest.Manifest) -> None:
     data = sealed.stored_manifest(store, record)
     try:
         store.put_new(key, data)
@@ -127,7 +127,7 @@ class _Reading:
 class _Source:
     """One version on the way: its sections by tensor, and their payloads, checked."""
 
-    def __init__(self, store: Store, record: manifest.Manifest) -> None:
+    def __init__(self, store: ObjectStore, record: manifest.Manifest) -> None:
         self._store, self.record = store, record
         self._by_tensor = record.sections_by_tensor()
         for reference in record.objects:
@@ -138,10 +138,10 @@ class _Source:
             for number, reference in enumerate(record.objects)
         }
 
-    def of(self, tensor: str) -> list[Section]:
+    def of(self, tensor: str) -> list[ManifestSection]:
         return self._by_tensor.get(tensor, [])
 
-    def payload(self, section: Section) -> memoryview:
+    def payload(self, section: ManifestSection) -> memoryview:
         """Raises WeightsError when it is damaged, replaced or gone; of what was replaced, :meth:`close` at the latest."""
         reference, reading = self.record.objects[section.object], self._readings[section.object]
         if section.offset < reading.begin:  # not in the order of its object
@@ -167,7 +167,7 @@ class _Source:
             if reading.end:
                 self._finish(self.record.objects[number], reading)
 
-    def _read_on(self, reference: ObjectRef, reading: _Reading, section: Section) -> None:
+    def _read_on(self, reference: ObjectRef, reading: _Reading, section: ManifestSection) -> None:
         """Move the window to the section."""
         kept = bytes(reading.window[section.offset - reading.begin :])
         if reading.hasher is not None:
@@ -221,13 +221,15 @@ def _bits(spec: TensorSpec, sources: list[_Source]) -> Bits:
     return bits
 
 
-def _written(spec: TensorSpec, bits: Bits, cut: list[Section], buckets: Buckets) -> Iterator[Section]:
+def _written(
+    spec: TensorSpec, bits: Bits, cut: list[ManifestSection], buckets: Buckets
+) -> Iterator[ManifestSection]:
     """The tensor as raw sections, cut as the anchor before was."""
     for old in cut:
         piece = np.ascontiguousarray(boxes.view(old.box, bits)).reshape(-1)
         payload = piece.view(np.uint8).data
         place, offset = buckets.add(payload)
-        yield Section(
+        yield ManifestSection(
             object=place,
             offset=offset,
             nbytes=len(payload),
@@ -244,7 +246,7 @@ def _written(spec: TensorSpec, bits: Bits, cut: list[Section], buckets: Buckets)
 
 
 def _described(
-    newest: manifest.Manifest, objects: tuple[ObjectRef, ...], sections: list[Section]
+    newest: manifest.Manifest, objects: tuple[ObjectRef, ...], sections: list[ManifestSection]
 ) -> manifest.Manifest:
     return msgspec.structs.replace(
         newest,

@@ -1,6 +1,6 @@
 """A store over anything that keeps bytes under names and can create a name once: object stores, caches.
 
-Six primitives of a backend make a whole :class:`~rose.weights.store.Store`::
+Six primitives of a backend make a whole :class:`~rose.weights.store.ObjectStore`::
 
     objects/{key}                      immutable, created once
     runs/{run_id}/heads/{number}.json  the head's history: the highest number counts

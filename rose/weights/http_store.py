@@ -1,4 +1,4 @@
-"""The client side of the relay: a :class:`~rose.weights.store.Store` over HTTP.
+"""The client side of the relay: a :class:`~rose.weights.store.ObjectStore` over HTTP.
 
 A read that breaks goes on by Range from the byte where it broke; a relay that restarts in between is not noticed.
 Of several relays the first that answers is asked (:mod:`rose.weights.addresses`): a transfer that one of them breaks off goes on at another.

@@ -17,7 +17,7 @@ import msgspec
 from rose.errors import WeightsError
 from rose.weights import boxes
 from rose.weights.boxes import Box
-from rose.weights.source import Piece
+from rose.weights.source import TensorBox
 from rose.weights.spec import TensorSpec
 
 
@@ -44,7 +44,7 @@ class ShardLayout:
     shared: list[list[int]]
 
 
-def claims_of(pieces: Sequence[Piece]) -> list[HeldBoxes]:
+def claims_of(pieces: Sequence[TensorBox]) -> list[HeldBoxes]:
     return [
         HeldBoxes(
             piece.spec.name,

@@ -39,7 +39,7 @@ from rose.weights import boxes, statehash
 from rose.weights.boxes import Box
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
 
-__all__ = ["Head", "Kind", "Manifest", "ObjectRef", "Section", "TensorState", "WeightVersion"]
+__all__ = ["Head", "Kind", "Manifest", "ManifestSection", "ObjectRef", "TensorState", "WeightVersion"]
 
 SCHEMA = 2
 MAX_MANIFEST_BYTES = 256 << 20
@@ -69,7 +69,9 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """BLAKE3 over the same, in hex; None where nothing is signed."""
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ManifestSection(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     object: int
     """Index into the manifest's ``objects``."""
     offset: int
@@ -124,7 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The newest version at or before this one that has an anchor manifest."""
     model: str
     objects: tuple[ObjectRef, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ManifestSection, ...]
     tensors: tuple[TensorState, ...]
     num_changed: int
     num_elements: int
@@ -146,8 +148,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """State hash after this version, by tensor name."""
         return {tensor.name: tensor.h_after for tensor in self.tensors}
 
-    def sections_by_tensor(self) -> dict[str, list[Section]]:
-        found: dict[str, list[Section]] = {}
+    def sections_by_tensor(self) -> dict[str, list[ManifestSection]]:
+        found: dict[str, list[ManifestSection]] = {}
         for section in self.sections:
             found.setdefault(section.tensor, []).append(section)
         return found
@@ -371,7 +373,7 @@ def _check_object(reference: ObjectRef, limit: int) -> None:
     _expect(bound, f"'{reference.key}' has a BLAKE3 digest that is none")
 
 
-def _check_section(section: Section, manifest: Manifest, specs: dict[str, TensorSpec]) -> None:
+def _check_section(section: ManifestSection, manifest: Manifest, specs: dict[str, TensorSpec]) -> None:
     where = f"section of '{section.tensor[:80]}' at {section.start}"
     _expect((section.run == 0) == (section.stride == 0), f"{where}: run and stride belong together")
     _expect(0 <= section.object < len(manifest.objects), f"{where}: no object {section.object}")
@@ -393,7 +395,7 @@ def _check_section(section: Section, manifest: Manifest, specs: dict[str, Tensor
         _expect(section.nbytes == section.num_elements * spec.width_bytes, f"{where}: raw of another size")
 
 
-def _check_tensor(tensor: TensorState, sections: list[Section], spec: TensorSpec, kind: Kind) -> None:
+def _check_tensor(tensor: TensorState, sections: list[ManifestSection], spec: TensorSpec, kind: Kind) -> None:
     wrong = boxes.problem([section.box for section in sections], spec.num_elements, complete=kind == "anchor")
     _expect(wrong is None, f"'{tensor.name}': {wrong}")
     total = 0

@@ -51,15 +51,15 @@ from rose.weights.rounds import (
     Nothing,
     Opened,
     Opening,
-    Part,
+    RankShare,
     State,
     added,
     manifest_of,
 )  # fmt: skip
 from rose.weights.routes import route
-from rose.weights.source import Piece, collect
+from rose.weights.source import TensorBox, collect
 from rose.weights.spec import TensorSpec, model_digest
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.upkeep import Chain, News, Upkeep
 
 __all__ = ["PublishReport", "WeightPublisher", "WeightsParams"]
@@ -121,7 +121,7 @@ class WeightPublisher:
     def __init__(
         self,
         tensors: Any,
-        store: Store,
+        store: ObjectStore,
         run_id: str,
         attempt: int,
         params: WeightsParams | None = None,
@@ -236,7 +236,7 @@ class WeightPublisher:
     def _publish_with_room(
         self,
         identity: WeightVersion,
-        source: Callable[[], list[Piece]],
+        source: Callable[[], list[TensorBox]],
         step: int | None,
         lr: float | None,
     ) -> PublishReport:
@@ -258,7 +258,7 @@ class WeightPublisher:
                 self._damaged or need is Need.LAST
             )  # without its chain nobody could follow a delta
 
-    def _collect(self) -> list[Piece]:
+    def _collect(self) -> list[TensorBox]:
         return collect(self._source, cast=self._params.cast, keep=self._params.keep)
 
     def _agree(
@@ -273,12 +273,12 @@ class WeightPublisher:
     def _publish(
         self,
         identity: WeightVersion,
-        source: Callable[[], list[Piece]],
+        source: Callable[[], list[TensorBox]],
         step: int | None,
         lr: float | None,
     ) -> PublishReport:
         started_s = time.monotonic()
-        pieces: list[Piece] = []
+        pieces: list[TensorBox] = []
         bytes_anchor = self._heed_upkeep()
         self._keep_within(self._params.max_store_bytes if self._params.collect else None)
 
@@ -317,7 +317,7 @@ class WeightPublisher:
 
             counts = self._agree(diff, lambda parts: self._count(parts, whole), Counted, Counts)
 
-            def part() -> Part:
+            def part() -> RankShare:
                 if counts.kind == "anchor":
                     self._baseline.make_whole(changes, buckets)
                 return self._part(changes, buckets.close())
@@ -325,7 +325,7 @@ class WeightPublisher:
             described = self._agree(
                 part,
                 lambda parts: self._describe(identity, counts.kind, parts, counts.num_changed, step, lr),
-                Part,
+                RankShare,
                 Described,
             )
         report = PublishReport(
@@ -365,7 +365,7 @@ class WeightPublisher:
 
     # -- open
 
-    def _opening(self, identity: WeightVersion, pieces: list[Piece]) -> Opening:
+    def _opening(self, identity: WeightVersion, pieces: list[TensorBox]) -> Opening:
         claims = layout.claims_of(pieces)
         if self._mine is not None:
             standing.same_model(self._claims, claims)
@@ -427,8 +427,8 @@ class WeightPublisher:
         dense = num_elements > 0 and num_changed / num_elements > self._params.anchor_density
         return Counts(kind="anchor" if whole or dense else "delta", num_changed=num_changed)
 
-    def _part(self, changes: Sequence[Change], objects: tuple[ObjectRef, ...]) -> Part:
-        return Part(
+    def _part(self, changes: Sequence[Change], objects: tuple[ObjectRef, ...]) -> RankShare:
+        return RankShare(
             objects=objects,
             sections=tuple(change.section for change in changes if change.section is not None),
             before={name: statehash.to_hex(h) for name, h in self._baseline.state().items()},
@@ -439,7 +439,7 @@ class WeightPublisher:
         self,
         identity: WeightVersion,
         kind: Kind,
-        parts: Sequence[Part],
+        parts: Sequence[RankShare],
         num_changed: int,
         step: int | None,
         lr: float | None,
@@ -548,7 +548,7 @@ class WeightPublisher:
         if self._upkeep is not None and self._chain is not None:
             self._upkeep.published(self._chain)
 
-    def _again(self, head: Head, mine: list[Piece], started_s: float) -> PublishReport:
+    def _again(self, head: Head, mine: list[TensorBox], started_s: float) -> PublishReport:
         """The head is at this very version: agree if the weights are the same, refuse if not."""
         identity, adopting = head.identity, self._published is None
 

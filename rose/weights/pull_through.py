@@ -38,8 +38,8 @@ from rose.weights.cache import CacheBook
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, holder_name
 from rose.weights.manifest import Head, check_run_id
 from rose.weights.relay import Relay
-from rose.weights.sending import Arriving, Source
-from rose.weights.store import FileStore, ObjectStat, Store, Upload, check_prefix
+from rose.weights.sending import Arriving, OpenObject
+from rose.weights.store import FileStore, ObjectStat, ObjectStore, Upload, check_prefix
 from rose.weights.upcoming import Upcoming
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class PullThroughRelay(Relay):
     """
 
     def __init__(
-        self, store: FileStore, tokens: Tokens, above: Store, limit_bytes: int, *, name: str
+        self, store: FileStore, tokens: Tokens, above: ObjectStore, limit_bytes: int, *, name: str
     ) -> None:
         super().__init__(store, tokens)
         self._above, self._name = above, name
@@ -112,7 +112,7 @@ class PullThroughRelay(Relay):
 
     # -- objects
 
-    async def _source(self, key: str, request: web.Request) -> Source:
+    async def _source(self, key: str, request: web.Request) -> OpenObject:
         if "no-cache" in request.headers.get("Cache-Control", ""):
             self._renew(key)
         for _ in range(
@@ -122,7 +122,7 @@ class PullThroughRelay(Relay):
                 file = self.store.open(key)
                 with self._book_lock:
                     self._book.used(key)
-                return Source(file, os.fstat(file.fileno()).st_size)
+                return OpenObject(file, os.fstat(file.fileno()).st_size)
             pull = self._pulls.get(key) or self._start(key)
             with contextlib.suppress(FileNotFoundError):
                 return await pull.source()
@@ -388,7 +388,7 @@ class PullThroughRelay(Relay):
 
 
 def _read_whole(
-    store: Store, key: str, begin: Callable[[int], None], write: Callable[[memoryview], None]
+    store: ObjectStore, key: str, begin: Callable[[int], None], write: Callable[[memoryview], None]
 ) -> None:
     if isinstance(store, _Streams):
         store.stream(key, begin, write)

@@ -52,7 +52,7 @@ from rose.signatures import PublicKeys
 from rose.weights import manifest
 from rose.weights.manifest import Head, check_key, check_run_id
 from rose.weights.sealed import believer, check_head
-from rose.weights.sending import OBJECT_TYPE, Arriving, Sender, Source
+from rose.weights.sending import OBJECT_TYPE, Arriving, OpenObject, Sender
 from rose.weights.store import MAX_HEAD_BYTES, FileStore, ObjectStat, check_lease, check_prefix
 from rose.weights.upcoming import Upcoming, UpcomingBook, version_of
 from rose.wire.errors import error_body
@@ -191,7 +191,7 @@ class Relay:
     async def _stat(self, key: str) -> ObjectStat:
         return self.store.stat(key)
 
-    async def _source(self, key: str, request: web.Request) -> Source:
+    async def _source(self, key: str, request: web.Request) -> OpenObject:
         """Where the bytes of an object come from; raises NotFound."""
         with contextlib.suppress(NotFound):
             return self._whole(key)
@@ -201,9 +201,9 @@ class Relay:
                 return await arriving.source()
         return self._whole(key)
 
-    def _whole(self, key: str) -> Source:
+    def _whole(self, key: str) -> OpenObject:
         file = self.store.open(key)
-        return Source(file, os.fstat(file.fileno()).st_size)
+        return OpenObject(file, os.fstat(file.fileno()).st_size)
 
     async def _delete_object(self, request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]

@@ -18,7 +18,7 @@ import msgspec
 from rose.errors import WeightsError
 from rose.weights import statehash
 from rose.weights.layout import HeldBoxes
-from rose.weights.source import Piece
+from rose.weights.source import TensorBox
 
 _AT_LEAST = 8
 """Pieces at a time, about: a small model is compared whole."""
@@ -53,7 +53,7 @@ def turns(num_shared: int, most: int) -> int:
     return max(1, min(most, num_shared // _AT_LEAST))
 
 
-def copy_of(claim: HeldBoxes, piece: Piece, step: int) -> Copy:
+def copy_of(claim: HeldBoxes, piece: TensorBox, step: int) -> Copy:
     """The hash of one piece as it is now, read ``step`` elements at a time."""
     total = 0
     for start in range(0, piece.box.num_elements, step):

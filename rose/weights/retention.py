@@ -20,7 +20,7 @@ from rose.errors import NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 
 
 class Need(IntEnum):
@@ -43,7 +43,7 @@ def plan(versions: Iterable[WeightVersion], anchors_in_use: Iterable[WeightVersi
 
 
 def collect(
-    store: Store,
+    store: ObjectStore,
     run_id: str,
     need: Need = Need.TIDY,
     *,
@@ -109,7 +109,7 @@ def _left_over(
     return names.isdisjoint(keys)
 
 
-def _delete_anchor(store: Store, run_id: str, keys: list[str], version: WeightVersion) -> None:
+def _delete_anchor(store: ObjectStore, run_id: str, keys: list[str], version: WeightVersion) -> None:
     """An anchor that was composed of a version, or what was begun of it; the version's own delta stays."""
     first = manifest.manifest_key(run_id, version, "anchor")
     prefix = f"{manifest.version_prefix(run_id, version)}{manifest.COMPOSED}."
@@ -117,7 +117,7 @@ def _delete_anchor(store: Store, run_id: str, keys: list[str], version: WeightVe
         store.delete(key)
 
 
-def _delete(store: Store, run_id: str, keys: list[str], doomed: list[WeightVersion]) -> None:
+def _delete(store: ObjectStore, run_id: str, keys: list[str], doomed: list[WeightVersion]) -> None:
     for version in doomed:
         prefix = manifest.version_prefix(run_id, version)
         # Manifests first: a reader that comes late finds nothing rather than a version with holes.
@@ -125,7 +125,7 @@ def _delete(store: Store, run_id: str, keys: list[str], doomed: list[WeightVersi
             store.delete(key)
 
 
-def held_bytes(store: Store, run_id: str) -> int:
+def held_bytes(store: ObjectStore, run_id: str) -> int:
     """Bytes of the run's objects and manifests, as the store tells them."""
     total = 0
     for key in store.list(f"{run_id}/"):
@@ -136,7 +136,7 @@ def held_bytes(store: Store, run_id: str) -> int:
     return total
 
 
-def anchor_of(store: Store, run_id: str, version: WeightVersion) -> WeightVersion | None:
+def anchor_of(store: ObjectStore, run_id: str, version: WeightVersion) -> WeightVersion | None:
     """The anchor from which a reader reaches ``version``; None when the version is not (or no longer) there."""
     for kind in ("delta", "anchor"):
         try:
@@ -146,7 +146,7 @@ def anchor_of(store: Store, run_id: str, version: WeightVersion) -> WeightVersio
     return None
 
 
-def read_manifest(store: Store, run_id: str, version: WeightVersion, kind: Kind) -> Manifest:
+def read_manifest(store: ObjectStore, run_id: str, version: WeightVersion, kind: Kind) -> Manifest:
     """Fetch and check one manifest.
 
     Raises:

@@ -13,7 +13,7 @@ import msgspec
 from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.layout import HeldBoxes
-from rose.weights.manifest import SCHEMA, Base, Head, Kind, Manifest, ObjectRef, Section, TensorState
+from rose.weights.manifest import SCHEMA, Base, Head, Kind, Manifest, ManifestSection, ObjectRef, TensorState
 from rose.weights.replicas import Copy
 from rose.weights.spec import TensorSpec
 
@@ -48,11 +48,11 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     num_changed: int
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class RankShare(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's share of a version."""
 
     objects: tuple[ObjectRef, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ManifestSection, ...]
     before: dict[str, str]
     after: dict[str, str]
 
@@ -88,9 +88,9 @@ def added(states: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: statehash.to_hex(h) for name, h in total.items()}
 
 
-def merged(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> tuple[Section, ...]:
+def merged(parts: Sequence[RankShare], specs: Mapping[str, TensorSpec]) -> tuple[ManifestSection, ...]:
     """All ranks' sections, by tensor and place, numbered by the objects of all ranks."""
-    found: list[Section] = []
+    found: list[ManifestSection] = []
     num_objects = 0
     for part in parts:
         found += [
@@ -102,7 +102,7 @@ def merged(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> tuple[Sect
 
 
 def manifest_of(
-    parts: Sequence[Part],
+    parts: Sequence[RankShare],
     specs: Mapping[str, TensorSpec],
     *,
     run_id: str,

@@ -27,7 +27,7 @@ from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, ObjectRef
-from rose.weights.store import Buffer, Content, MovesHeads, ObjectStat, Store
+from rose.weights.store import Buffer, Content, MovesHeads, ObjectStat, ObjectStore
 from rose.weights.upcoming import Upcoming
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SealedStore:
     """
 
     def __init__(
-        self, store: Store, *, trusted: PublicKeys | None = None, key: SigningKey | None = None
+        self, store: ObjectStore, *, trusted: PublicKeys | None = None, key: SigningKey | None = None
     ) -> None:
         if trusted is None:
             if key is None:
@@ -198,12 +198,12 @@ def believer(trusted: PublicKeys) -> Callable[[Head], bool]:
     return believes
 
 
-def is_sealed(store: Store) -> bool:
+def is_sealed(store: ObjectStore) -> bool:
     """Whether signatures count."""
     return isinstance(store, SealedStore)
 
 
-def stored_manifest(store: Store, record: manifest.Manifest) -> bytes:
+def stored_manifest(store: ObjectStore, record: manifest.Manifest) -> bytes:
     """The bytes of a manifest as they go to ``store``: signed, where it signs.
 
     Raises:
@@ -213,12 +213,12 @@ def stored_manifest(store: Store, record: manifest.Manifest) -> bytes:
     return store.seal(record.kind, record.run_id, data) if isinstance(store, SealedStore) else data
 
 
-def passed_over(store: Store) -> str | None:
+def passed_over(store: ObjectStore) -> str | None:
     """Why the head that is there counts as none to this trainer; None: none was passed over."""
     return store.told or None if isinstance(store, SealedStore) else None
 
 
-def remove_forged(store: Store, key: str, error: SectionCorrupt) -> bool:
+def remove_forged(store: ObjectStore, key: str, error: SectionCorrupt) -> bool:
     """Delete a manifest that is in a trainer's way and that nobody signed; False: it is not ours to judge."""
     if not isinstance(store, SealedStore) or not store.is_trainers:
         return False
@@ -227,13 +227,13 @@ def remove_forged(store: Store, key: str, error: SectionCorrupt) -> bool:
     return True
 
 
-def reference_of(store: Store, key: str, data: bytes | bytearray) -> ObjectRef:
+def reference_of(store: ObjectStore, key: str, data: bytes | bytearray) -> ObjectRef:
     """How a head names a stored manifest."""
     strong = manifest.strong_digest(data) if is_sealed(store) else None
     return ObjectRef(key=key, nbytes=len(data), xxh3=manifest.digest(data), blake3=strong)
 
 
-def require_bound(store: Store, reference: ObjectRef) -> None:
+def require_bound(store: ObjectStore, reference: ObjectRef) -> None:
     """Raises NotAuthentic where signatures count and a manifest does not bind this object."""
     if is_sealed(store) and reference.blake3 is None:
         raise NotAuthentic("is named without a BLAKE3 digest", field=reference.key)

@@ -57,11 +57,11 @@ class Arriving:
         self._error = error
         self._wake()
 
-    async def source(self) -> Source:
+    async def source(self) -> OpenObject:
         """To send from; raises what went wrong, or FileNotFoundError where it has just come to its end."""
         while self.nbytes is None or self.path is None:
             await self._more()
-        return Source(self.path.open("rb"), self.nbytes, self.beyond)
+        return OpenObject(self.path.open("rb"), self.nbytes, self.beyond)
 
     async def beyond(self, position: int) -> int:
         """Bytes that are there, once it is more than ``position``; raises what went wrong."""
@@ -79,7 +79,7 @@ class Arriving:
         self._moved = asyncio.Event()
 
 
-class Source:
+class OpenObject:
     """An open object.
 
     Args:
@@ -110,7 +110,7 @@ class Sender:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def send(self, request: web.Request, source: Source) -> web.StreamResponse:
+    async def send(self, request: web.Request, source: OpenObject) -> web.StreamResponse:
         """Answer a GET with the source, or the range of it that is asked for; closes the file.
 
         Raises:

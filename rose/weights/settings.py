@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from rose.units import format_bytes
 from rose.weights.params import WeightsParams
 from rose.weights.ranks import StoreFull
-from rose.weights.source import Piece
+from rose.weights.source import TensorBox
 from rose.weights.spec import TensorSpec
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def check(params: WeightsParams, specs: Mapping[str, TensorSpec]) -> None:
         )
 
 
-def say_of_rounding(pieces: Sequence[Piece]) -> None:
+def say_of_rounding(pieces: Sequence[TensorBox]) -> None:
     """Floats of 16 bits that become the other kind: an engine of the model's own type refuses them."""
     moved = [
         piece

@@ -11,7 +11,7 @@ nothing and its order means nothing: it returns such a tensor once.  ``torch.com
 changes no name.
 
 torch is never imported here: a tensor is recognised by what it can do, and its module is loaded already.  Nothing
-is copied but what a cast or a device-to-host transfer must; :meth:`Piece.bits` does that for a range at a time,
+is copied but what a cast or a device-to-host transfer must; :meth:`TensorBox.bits` does that for a range at a time,
 so memory beyond the trainer's own is bounded by the range.
 """
 
@@ -80,7 +80,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorBox:
     """One box of one tensor, to publish: what it is on the wire, and how to get a range of its bits.
 
     Args:
@@ -110,13 +110,13 @@ class Piece:
             raise WeightsError("changed its type or size while it was read", field=self.spec.name)
         return found
 
-    def copied(self) -> Piece:
+    def copied(self) -> TensorBox:
         """The same piece with its bits as they are now."""
         bits = np.array(self.bits(0, self.box.num_elements), copy=True)
-        return Piece(self.spec, self.box, lambda start, stop: bits[start:stop])
+        return TensorBox(self.spec, self.box, lambda start, stop: bits[start:stop])
 
 
-def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> list[Piece]:
+def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> list[TensorBox]:
     """List what this rank holds now, in the source's own order, tied tensors once.
 
     Args:
@@ -160,7 +160,7 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
             field=f"tensors.{adapter}",
             fix="pass a function that returns merged weights by the checkpoint's names",
         )
-    found: list[Piece] = []
+    found: list[TensorBox] = []
     for name, value in table.items():
         kept = any(fnmatchcase(name, pattern) for pattern in keep)
         for shard in _shards(name, value):
@@ -271,7 +271,7 @@ def _shards_of_dtensor(name: str, value: Any) -> list[Shard]:
     return [Shard(local, shape, tuple(int(n) for n in offset))]
 
 
-def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
+def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[TensorBox]:
     extent = _shape_of(name, shard.tensor)
     dtype, read, there = _reader(name, shard.tensor, cast, kept)
     own = _TORCH_NAMES.get(str(getattr(shard.tensor, "dtype", "")), "")
@@ -281,11 +281,11 @@ def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
     except WeightsError as error:
         raise ConfigError(error.message, field=f"tensors.{name}") from None
     if not spec.num_elements:
-        yield Piece(spec, Box.flat(0, 0), read)
+        yield TensorBox(spec, Box.flat(0, 0), read)
     begin = 0
     for box in found:
         later = None if there is None else _later(there, begin)
-        yield Piece(spec, box, _later(read, begin), later, own)
+        yield TensorBox(spec, box, _later(read, begin), later, own)
         begin += box.num_elements
 
 

@@ -20,7 +20,7 @@ from rose.errors import CapacityError, NotAuthentic, RequestError, SectionCorrup
 from rose.lineage import WeightVersion
 from rose.weights import sealed
 from rose.weights.manifest import Manifest, ObjectRef
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Spool:
         keep_leased: Called before each request; a transfer may take longer than a lease.
     """
 
-    def __init__(self, folder: Path, store: Store, keep_leased: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, store: ObjectStore, keep_leased: Callable[[], None]) -> None:
         self.folder, self._store, self._keep_leased = folder, store, keep_leased
         folder.mkdir(exist_ok=True)
         self._changed = threading.Condition()

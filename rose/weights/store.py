@@ -50,7 +50,7 @@ class ObjectStat:
     nbytes: int
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """See the module's docstring for what every implementation guarantees."""
 
     def put_new(self, key: str, data: Buffer) -> None:
@@ -130,7 +130,7 @@ class MovesHeads:
     """Set by who knows signatures: a head for which it is False does not keep another from being set."""
 
     def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
-        """See :meth:`Store.upcoming`: these do not tell."""
+        """See :meth:`ObjectStore.upcoming`: these do not tell."""
         raise NotFound("this store does not tell what comes", field="upcoming")
 
     def believed(self, head: Head | None) -> Head | None:

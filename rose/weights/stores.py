@@ -18,7 +18,7 @@ from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights.sealed import SealedStore
-from rose.weights.store import FileStore, Store
+from rose.weights.store import FileStore, ObjectStore
 
 PATIENCE_S = 20.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:")
@@ -34,7 +34,7 @@ def open_store(
     key: SigningKey | None = None,
     timeout_s: float = 30.0,
     patience_s: float = PATIENCE_S,
-) -> Store:
+) -> ObjectStore:
     """The store at ``url``.
 
     Args:
@@ -51,7 +51,7 @@ def open_store(
     return store if trusted is None and key is None else SealedStore(store, trusted=trusted, key=key)
 
 
-def trainer_store(url: str, tokens: Tokens | None, *, signs: bool = True) -> Store:
+def trainer_store(url: str, tokens: Tokens | None, *, signs: bool = True) -> ObjectStore:
     """The store at ``url`` as a trainer opens it.
 
     Args:
@@ -69,7 +69,7 @@ def trainer_store(url: str, tokens: Tokens | None, *, signs: bool = True) -> Sto
     return open_store(url, tokens.publish, trusted=trusted, key=key)
 
 
-def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
+def _open(url: str, token: str, timeout_s: float, patience_s: float) -> ObjectStore:
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
     if not separator:

@@ -56,13 +56,13 @@ from rose.weights.ahead import Ahead
 from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
 from rose.weights.leases import holder_name
-from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, Section
+from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, ManifestSection
 from rose.weights.params import WeightsParams, given
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec, differences
 from rose.weights.spool import Spool
 from rose.weights.statehash import Bits
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.update import TensorUpdate, Update, write_update
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ _DECODED_FRACTION = 0.15
 class _Staged:
     """A section ready to be written: values are final, nothing has changed yet."""
 
-    section: Section
+    section: ManifestSection
     values: NDArray[Any]
     idx: NDArray[np.uint32] | None
     """Places counted from the section's start; None: ``values`` is the whole box."""
@@ -107,7 +107,7 @@ class WeightSubscriber:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         run_id: str,
         directory: Path | str,
         params: WeightsParams | None = None,
@@ -357,14 +357,14 @@ class WeightSubscriber:
     def _stage(self, step: Manifest) -> list[_Staged]:
         """Pull, check and decode everything; the host copy is only read."""
         specs = step.specs()
-        sections: dict[int, list[Section]] = {}
+        sections: dict[int, list[ManifestSection]] = {}
         for section in step.sections:
             sections.setdefault(section.object, []).append(section)
 
         def pull(number: int) -> mmap.mmap | bytes:
             return self._spool.pull(step, step.objects[number])
 
-        def stage(section: Section, content: mmap.mmap | bytes) -> _Staged:
+        def stage(section: ManifestSection, content: mmap.mmap | bytes) -> _Staged:
             payload = memoryview(content)[section.offset : section.offset + section.nbytes]
             return self._stage_section(step, section, payload, specs[section.tensor])
 
@@ -392,7 +392,7 @@ class WeightSubscriber:
             wait(left)
 
     def _stage_section(
-        self, step: Manifest, section: Section, payload: memoryview, spec: TensorSpec
+        self, step: Manifest, section: ManifestSection, payload: memoryview, spec: TensorSpec
     ) -> _Staged:
         name = f"{step.identity} {section.tensor} at {section.start}"
         if manifest.digest(payload) != section.xxh3:
@@ -416,7 +416,7 @@ class WeightSubscriber:
             raise error("state hash comes out wrong", field=name)
         return staged
 
-    def _span(self, section: Section) -> Bits:
+    def _span(self, section: ManifestSection) -> Bits:
         """The host copy from the first to the last element of the section's box."""
         return self._host.bits(section.tensor)[section.start : section.box.end]
 
@@ -531,7 +531,7 @@ class WeightSubscriber:
         self,
         spec: TensorSpec,
         before: Mapping[str, str | None],
-        sections: Sequence[tuple[Manifest, Section]],
+        sections: Sequence[tuple[Manifest, ManifestSection]],
     ) -> TensorUpdate | None:
         """None: the copy's memory is not what its state says."""
         bits = self._host.bits(spec.name)
@@ -554,7 +554,7 @@ class WeightSubscriber:
         )
 
     def _changed(
-        self, spec: TensorSpec, sections: Sequence[tuple[Manifest, Section]]
+        self, spec: TensorSpec, sections: Sequence[tuple[Manifest, ManifestSection]]
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         """Indices that any of ``sections`` touched, sorted, and the bits there now (None: look); no indices when writing the whole tensor is
         smaller."""

@@ -26,7 +26,7 @@ from rose.weights import composer, manifest, retention
 from rose.weights.manifest import Kind
 from rose.weights.params import WeightsParams
 from rose.weights.retention import Need
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 
 _log = logging.getLogger(__name__)
 HOLDER = "rose-composer"
@@ -96,7 +96,7 @@ class News:
 class Upkeep:
     """See the module.  Any thread may call; one publisher per object."""
 
-    def __init__(self, store: Store, run_id: str, params: WeightsParams) -> None:
+    def __init__(self, store: ObjectStore, run_id: str, params: WeightsParams) -> None:
         self._store, self._run_id, self._params = store, run_id, params
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -258,7 +258,7 @@ class Upkeep:
 
 @contextlib.contextmanager
 def holding(
-    store: Store, run_id: str, target: WeightVersion, stopped: Callable[[], bool] = lambda: False
+    store: ObjectStore, run_id: str, target: WeightVersion, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Callable[[], bool]]:
     """Keep the chain of ``target`` from being deleted while an anchor of it is composed.
 

@@ -11,7 +11,7 @@ import pytest
 from rose.auth import Tokens
 from rose.testing.relay_thread import RelayThread
 from rose.weights.http_store import HttpStore
-from rose.weights.store import FileStore, Store
+from rose.weights.store import FileStore, ObjectStore
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 
@@ -24,7 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     """As trainers and readers reach it."""
     tokens = Tokens.generate()
     files = FileStore(tmp_path_factory.mktemp("relay"), durable=False)

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from rose.errors import CapacityError, Conflict, Gone
-from vllm_plugin.parses import TOKEN_BYTES, CloseBody, FeedBody, Parses, Piece, Source
+from vllm_plugin.parses import TOKEN_BYTES, CloseBody, FeedBody, Parses, ParseSource, PieceBody
 
-SOURCE = Source(kind="chat", request={}, prompt_token_ids=[1, 2, 3])
+SOURCE = ParseSource(kind="chat", request={}, prompt_token_ids=[1, 2, 3])
 
 
 class Count:
     """Says how many tokens it has seen."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ParseSource) -> None:
         self.num_tokens = 0
 
-    def feed(self, piece: Piece, sizes: Sequence[int]) -> dict[str, Any]:
+    def feed(self, piece: PieceBody, sizes: Sequence[int]) -> dict[str, Any]:
         if 666 in piece.token_ids:
             raise ValueError("a parser's own")
         self.num_tokens += len(piece.token_ids)

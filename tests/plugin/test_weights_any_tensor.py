@@ -17,7 +17,7 @@ from rose.weights import statehash
 from rose.weights.params import WeightsParams
 from rose.weights.source import Shard
 from rose.weights.spec import DTYPE_BYTES
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.weights_kit import TYPES, VERSIONS, bits_of, random_tensor, specs_of, state_hash, stepped
 from tests.weights.shards_kit import Held, Tensors, Trainer
@@ -123,7 +123,7 @@ def models(draw: st.DrawFn) -> list[tuple[str, tuple[int, ...], int]]:
 @example([("U64", (300, 257), 1), ("C64", (13, 17), 0)], 2, 2, 0)  # columns: boxes with gaps
 @example([(dtype, shape, 0) for dtype in TYPES for shape in ((), (0, 4), (7,))], 2, 1, 0)
 def test_every_type_and_shape_arrives_bit_by_bit(
-    relay: Store,
+    relay: ObjectStore,
     tmp_path_factory: pytest.TempPathFactory,
     model: list[tuple[str, tuple[int, ...], int]],
     trainers: int,

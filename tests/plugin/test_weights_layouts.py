@@ -22,7 +22,7 @@ import torch
 
 from rose.lineage import WeightVersion
 from rose.weights.params import WeightsParams
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.weights_kit import (
     TYPES,
@@ -123,7 +123,7 @@ def train(masters: Tensors, rng: np.random.Generator) -> Tensors:
 
 
 def run_lineage(
-    relay: Store,
+    relay: ObjectStore,
     run_id: str,
     cut: Callable[[Tensors], list[Held]],
     tied: bool,
@@ -163,7 +163,12 @@ def run_lineage(
 @pytest.mark.timeout(120 + VERSIONS)
 @pytest.mark.parametrize(("name", "cut", "tied", "experts"), CASES, ids=[case[0] for case in CASES])
 def test_random_versions_are_what_a_fresh_load_gives(
-    relay: Store, name: str, cut: Callable[[Tensors], list[Held]], tied: bool, experts: int, tmp_path: Path
+    relay: ObjectStore,
+    name: str,
+    cut: Callable[[Tensors], list[Held]],
+    tied: bool,
+    experts: int,
+    tmp_path: Path,
 ) -> None:
     kinds: Counter[str] = Counter()
     lineages = max(1, VERSIONS // LINEAGE // len(CASES))

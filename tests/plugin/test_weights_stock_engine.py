@@ -18,7 +18,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
-from rose.weights.store import Buffer, FileStore, Store
+from rose.weights.store import Buffer, FileStore, ObjectStore
 from tests.engine_launcher import ROOT, EngineServer
 from tests.plugin.weights_kit import Tensors, change
 from tests.plugin.weights_server import PROMPT
@@ -75,7 +75,7 @@ class World:
         return self.files / "runs" / RUN / "head.json"
 
     def publish(
-        self, attempt: int, version: int, store: Store | None = None, key: SigningKey | None = None
+        self, attempt: int, version: int, store: ObjectStore | None = None, key: SigningKey | None = None
     ) -> None:
         """What the trainer has, as a version of its own; ``key``: somebody else's."""
         plain = store or HttpStore(self.relay.url, self.relay.tokens.publish)

@@ -13,7 +13,7 @@ from rose.errors import WeightsError
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.source import Shard
-from rose.weights.store import Store
+from rose.weights.store import ObjectStore
 
 Tensors = dict[str, torch.Tensor]
 Held = dict[str, Any]
@@ -72,7 +72,7 @@ class Trainer:
     def __init__(
         self,
         layout: Callable[[Tensors], list[Held]],
-        stores: Store | Sequence[Store],
+        stores: ObjectStore | Sequence[ObjectStore],
         attempt: int,
         params: WeightsParams,
         *,

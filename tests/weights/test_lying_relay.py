@@ -35,7 +35,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore, sealed_head
 from rose.weights.source import RawBits
-from rose.weights.store import FileStore, MemoryStore, Store
+from rose.weights.store import FileStore, MemoryStore, ObjectStore
 from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess
@@ -121,7 +121,7 @@ def zeros(world: World) -> dict[str, object]:
     return {**world.trainer.tensors(), **bits, "codes": RawBits(np.zeros((40, 40), np.uint8), "F8_E4M3")}
 
 
-def forged(world: World, attempt: int, version: int, key: SigningKey | None = None) -> Store:
+def forged(world: World, attempt: int, version: int, key: SigningKey | None = None) -> ObjectStore:
     """A whole version of zeros in the relay's folder, with a head that agrees: by whoever can write there."""
     files = FileStore(world.files)
     head = files.get_head("run")
@@ -461,7 +461,7 @@ def test_a_trainer_that_pins_the_old_key_beside_its_new_one_goes_on(tmp_path: Pa
 # --- anchors composed by others, and what a composer believes
 
 
-def published(store: Store, trainer: ToyTrainer, last: int) -> WeightPublisher:
+def published(store: ObjectStore, trainer: ToyTrainer, last: int) -> WeightPublisher:
     publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
     publish(publisher, trainer, *range(last + 1))
     return publisher

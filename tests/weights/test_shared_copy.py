@@ -21,7 +21,7 @@ from rose.errors import CapacityError, ConfigError, Gone, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SOCKET, SharedCopy
-from rose.weights.store import FileStore, MemoryStore, Store
+from rose.weights.store import FileStore, MemoryStore, ObjectStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.subscriber.kit import WatchedStore, apply_update, same
@@ -53,7 +53,7 @@ def publisher(store: WatchedStore, trainer: ToyTrainer) -> Iterator[WeightPublis
 def agent(store: WatchedStore, tmp_path: Path) -> Iterator[Open]:
     opened: list[SharedCopy] = []
 
-    def open_it(source: Store = store, run_id: str = "run") -> SharedCopy:
+    def open_it(source: ObjectStore = store, run_id: str = "run") -> SharedCopy:
         def subscribe() -> WeightSubscriber:
             return WeightSubscriber(source, run_id, tmp_path / "copy")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose.errors import ConfigError, WeightsError
-from rose.weights.source import Piece, RawBits, Shard, collect, round_to_bf16
+from rose.weights.source import RawBits, Shard, TensorBox, collect, round_to_bf16
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -21,11 +21,11 @@ fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 
-def bits(tensor: Piece) -> np.ndarray:
+def bits(tensor: TensorBox) -> np.ndarray:
     return tensor.bits(0, tensor.spec.num_elements)
 
 
-def by_name(source: Any, **options: Any) -> dict[str, Piece]:
+def by_name(source: Any, **options: Any) -> dict[str, TensorBox]:
     return {tensor.spec.name: tensor for tensor in collect(source, **options)}
 
 

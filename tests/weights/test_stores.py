@@ -21,7 +21,7 @@ from rose.weights.fsspec_store import FsspecStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
-from rose.weights.store import FileStore, MemoryStore, Store
+from rose.weights.store import FileStore, MemoryStore, ObjectStore
 from rose.weights.stores import open_store
 from tests.weights.mooncake_kit import mooncake_cluster
 from tests.weights.s3_server import BUCKET, s3_server
@@ -57,7 +57,7 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
         pytest.param("mooncake", marks=pytest.mark.slow),
     ]
 )
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     if request.param == "memory":
         yield MemoryStore(max_object_bytes=MAX_OBJECT_BYTES)
         return
@@ -104,7 +104,7 @@ def mooncake_master() -> Iterator[str]:
 
 
 @pytest.fixture
-def mooncake(mooncake_master: str) -> Iterator[Store]:
+def mooncake(mooncake_master: str) -> Iterator[ObjectStore]:
     store = MooncakeStore(mooncake_master, max_object_bytes=MAX_OBJECT_BYTES, namespace=secrets.token_hex(4))
     yield store
     store.close()
@@ -114,14 +114,14 @@ def mooncake(mooncake_master: str) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, MAX_OBJECT_BYTES])
-def test_what_is_put_is_read_back(store: Store, size: int) -> None:
+def test_what_is_put_is_read_back(store: ObjectStore, size: int) -> None:
     data = bytes(i * 7 % 251 for i in range(1024)) * (size // 1024) + b"x" * (size % 1024)
     store.put_new("run/1.0/object", memoryview(data))
     assert store.get("run/1.0/object") == data
     assert store.stat("run/1.0/object").nbytes == size
 
 
-def test_put_new_fails_where_the_key_exists_and_keeps_the_old_bytes(store: Store) -> None:
+def test_put_new_fails_where_the_key_exists_and_keeps_the_old_bytes(store: ObjectStore) -> None:
     store.put_new("run/a", b"old")
     with pytest.raises(Conflict):
         store.put_new("run/a", b"new")
@@ -130,7 +130,7 @@ def test_put_new_fails_where_the_key_exists_and_keeps_the_old_bytes(store: Store
     assert store.get("run/a") == b"old"
 
 
-def test_one_of_many_concurrent_writers_wins(store: Store) -> None:
+def test_one_of_many_concurrent_writers_wins(store: ObjectStore) -> None:
     outcomes: list[bytes | None] = []
 
     def write(data: bytes) -> None:
@@ -150,7 +150,7 @@ def test_one_of_many_concurrent_writers_wins(store: Store) -> None:
     assert [store.get("run/contended")] == winners
 
 
-def test_ranges_are_exact(store: Store) -> None:
+def test_ranges_are_exact(store: ObjectStore) -> None:
     store.put_new("run/a", b"0123456789")
     assert store.get_range("run/a", 0, 10) == b"0123456789"
     assert store.get_range("run/a", 3, 4) == b"3456"
@@ -162,7 +162,7 @@ def test_ranges_are_exact(store: Store) -> None:
         assert caught.value.status == 416
 
 
-def test_missing_objects_are_not_found(store: Store) -> None:
+def test_missing_objects_are_not_found(store: ObjectStore) -> None:
     for call in (store.get, store.stat, lambda key: store.get_range(key, 0, 1)):
         with pytest.raises(NotFound) as caught:
             call("run/ghost")
@@ -170,7 +170,7 @@ def test_missing_objects_are_not_found(store: Store) -> None:
     assert store.delete("run/ghost") is False
 
 
-def test_sizes_are_bounded_both_ways(store: Store) -> None:
+def test_sizes_are_bounded_both_ways(store: ObjectStore) -> None:
     with pytest.raises(TooLarge):
         store.put_new("run/big", bytes(MAX_OBJECT_BYTES + 1))
     store.put_new("run/a", b"0123456789")
@@ -179,7 +179,7 @@ def test_sizes_are_bounded_both_ways(store: Store) -> None:
     assert store.list("run/") == ["run/a"]
 
 
-def test_list_is_sorted_and_stays_below_whole_segments(store: Store) -> None:
+def test_list_is_sorted_and_stays_below_whole_segments(store: ObjectStore) -> None:
     for key in ("run/1.0/b", "run/1.0/a", "run/1.1/c", "run2/1.0/d"):
         store.put_new(key, b"")
     assert store.list("run/") == ["run/1.0/a", "run/1.0/b", "run/1.1/c"]
@@ -189,7 +189,7 @@ def test_list_is_sorted_and_stays_below_whole_segments(store: Store) -> None:
         store.list("run")
 
 
-def test_deleted_objects_are_gone_and_the_key_is_free(store: Store) -> None:
+def test_deleted_objects_are_gone_and_the_key_is_free(store: ObjectStore) -> None:
     store.put_new("run/1.0/a", b"one")
     assert store.delete("run/1.0/a") is True
     assert store.list("run/") == []
@@ -220,7 +220,9 @@ def test_deleted_objects_are_gone_and_the_key_is_free(store: Store) -> None:
         "run/a\n",
     ],
 )
-def test_keys_outside_the_grammar_are_refused_everywhere(store: Store, key: str, tmp_path: Path) -> None:
+def test_keys_outside_the_grammar_are_refused_everywhere(
+    store: ObjectStore, key: str, tmp_path: Path
+) -> None:
     calls = [
         lambda: store.put_new(key, b"x"),
         lambda: store.get(key),
@@ -237,7 +239,7 @@ def test_keys_outside_the_grammar_are_refused_everywhere(store: Store, key: str,
 # --- heads ------------------------------------------------------------------------------------------------
 
 
-def test_a_head_moves_forward_from_what_the_writer_expects(store: Store) -> None:
+def test_a_head_moves_forward_from_what_the_writer_expects(store: ObjectStore) -> None:
     assert store.get_head("run") is None
     store.set_head(head("1.0"), expected=None)
     store.set_head(head("1.1"), expected=V("1.0"))
@@ -250,14 +252,16 @@ def test_a_head_moves_forward_from_what_the_writer_expects(store: Store) -> None
     ("version", "expected"),
     [("1.6", None), ("1.6", "1.4"), ("1.4", "1.5"), ("1.5", "1.5"), ("0.9", "1.5")],
 )
-def test_a_head_elsewhere_or_going_back_is_refused(store: Store, version: str, expected: str | None) -> None:
+def test_a_head_elsewhere_or_going_back_is_refused(
+    store: ObjectStore, version: str, expected: str | None
+) -> None:
     store.set_head(head("1.5"), expected=None)
     with pytest.raises(Conflict):
         store.set_head(head(version, nbytes=2), expected=None if expected is None else V(expected))
     assert store.get_head("run") == head("1.5")
 
 
-def test_the_runs_that_have_a_head_are_named(store: Store) -> None:
+def test_the_runs_that_have_a_head_are_named(store: ObjectStore) -> None:
     assert store.runs() == []
     store.lease("held", "reader", V("1.0"), 60)
     store.put_new("begun/1.0/0.0", b"x")
@@ -266,14 +270,14 @@ def test_the_runs_that_have_a_head_are_named(store: Store) -> None:
     assert store.runs() == ["a", "b"]
 
 
-def test_setting_the_same_head_again_is_a_retry_not_a_conflict(store: Store) -> None:
+def test_setting_the_same_head_again_is_a_retry_not_a_conflict(store: ObjectStore) -> None:
     store.set_head(head("1.5"), expected=None)
     store.set_head(head("1.5"), expected=None)
     with pytest.raises(Conflict):
         store.set_head(head("1.5", nbytes=2), expected=None)
 
 
-def test_waiting_returns_at_once_when_the_head_is_newer(store: Store) -> None:
+def test_waiting_returns_at_once_when_the_head_is_newer(store: ObjectStore) -> None:
     store.set_head(head("1.5"), expected=None)
     assert store.wait_head("run", None, 30) == head("1.5")
     assert store.wait_head("run", V("1.4"), 30) == head("1.5")
@@ -281,7 +285,7 @@ def test_waiting_returns_at_once_when_the_head_is_newer(store: Store) -> None:
     assert store.wait_head("run", V("2.0"), 0.01) is None
 
 
-def test_a_waiting_reader_wakes_when_the_head_moves(store: Store) -> None:
+def test_a_waiting_reader_wakes_when_the_head_moves(store: ObjectStore) -> None:
     store.set_head(head("1.5"), expected=None)
     found: list[Head | None] = []
     reader = threading.Thread(target=lambda: found.append(store.wait_head("run", V("1.5"), 30)))
@@ -291,7 +295,7 @@ def test_a_waiting_reader_wakes_when_the_head_moves(store: Store) -> None:
     assert found == [head("1.6")]
 
 
-def test_closing_ends_a_wait(store: Store) -> None:
+def test_closing_ends_a_wait(store: ObjectStore) -> None:
     store.set_head(head("1.5"), expected=None)
     ended: list[object] = []
 
@@ -309,7 +313,7 @@ def test_closing_ends_a_wait(store: Store) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["", "..", "a/b", ".x", "x" * 65, "run?x=1", "a b"])
-def test_bad_run_ids_are_refused_everywhere(store: Store, run_id: str) -> None:
+def test_bad_run_ids_are_refused_everywhere(store: ObjectStore, run_id: str) -> None:
     calls = [
         lambda: store.get_head(run_id),
         lambda: store.wait_head(run_id, None, 0),
@@ -325,7 +329,7 @@ def test_bad_run_ids_are_refused_everywhere(store: Store, run_id: str) -> None:
 # --- leases -----------------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_held_replaced_and_let_go(store: Store) -> None:
+def test_a_lease_is_held_replaced_and_let_go(store: ObjectStore) -> None:
     assert store.leases("run") == []
     store.lease("run", "node-a", V("1.5"), 60)
     store.lease("run", "node-b", V("1.3"), 60)
@@ -338,12 +342,12 @@ def test_a_lease_is_held_replaced_and_let_go(store: Store) -> None:
     assert store.leases("run") == [V("1.10")]
 
 
-def test_a_lease_expires(store: Store) -> None:
+def test_a_lease_expires(store: ObjectStore) -> None:
     store.lease("run", "node", V("1.5"), 1e-9)
     assert store.leases("run") == []
 
 
-def test_a_fleet_larger_than_a_thousand_holds_leases(store: Store) -> None:
+def test_a_fleet_larger_than_a_thousand_holds_leases(store: ObjectStore) -> None:
     count = 30 if repr(store).startswith("FsspecStore('s3") else 1100  # a request for each, both ways
     for number in range(count):
         store.lease("run", f"node-{number}", V(f"1.{number % 3}"), 60)
@@ -351,7 +355,7 @@ def test_a_fleet_larger_than_a_thousand_holds_leases(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("holder", "ttl_s"), [("../x", 1.0), ("", 1.0), ("a", 0.0), ("a", -1.0), ("a", 1e9)])
-def test_bad_leases_are_refused(store: Store, holder: str, ttl_s: float) -> None:
+def test_bad_leases_are_refused(store: ObjectStore, holder: str, ttl_s: float) -> None:
     with pytest.raises(RequestError):
         store.lease("run", holder, V("1.0"), ttl_s)
 

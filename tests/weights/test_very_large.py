@@ -16,7 +16,7 @@ from rose.weights import boxes, codec, layout, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.host_copy import _header, _offsets
 from rose.weights.layout import HeldBoxes
-from rose.weights.manifest import Base, Manifest, ObjectRef, Section, TensorState
+from rose.weights.manifest import Base, Manifest, ManifestSection, ObjectRef, TensorState
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
@@ -66,7 +66,7 @@ def pieces(spec: TensorSpec, parts: int) -> Iterator[Box]:
 
 def delta_manifest(specs: dict[str, TensorSpec], parts: int = 1) -> Manifest:
     """A delta of 3 % of every tensor, as ``parts`` ranks that cut every tensor would describe it."""
-    sections: list[Section] = []
+    sections: list[ManifestSection] = []
     h_after: dict[str, int] = {}
     ends = [0]
     for spec in specs.values():
@@ -76,7 +76,7 @@ def delta_manifest(specs: dict[str, TensorSpec], parts: int = 1) -> Manifest:
                 ends.append(0)
             dh = statehash.mix(len(sections))
             sections.append(
-                Section(
+                ManifestSection(
                     object=len(ends) - 1, offset=ends[-1], nbytes=num_changed, xxh3=XXH3, encoding="planes",
                     tensor=spec.name, start=box.start, num_elements=box.num_elements, num_changed=num_changed,
                     dh=statehash.to_hex(dh),
@@ -181,7 +181,7 @@ def test_sections_of_a_giant_tensor_are_checked_and_give_64_bit_indices(tmp_path
     assert encoded is not None
     dh = sum(statehash.mix((start + at) << 16 | 7) - statehash.mix((start + at) << 16) for at in (3, 65_535))
     assert encoded.dh == dh & statehash.MASK
-    section = Section(
+    section = ManifestSection(
         object=0, offset=0, nbytes=len(encoded.data), xxh3=manifest.digest(encoded.data), encoding="planes",
         tensor=GIANT.name, start=start, num_elements=new.size, num_changed=2, dh=statehash.to_hex(encoded.dh),
     )  # fmt: skip
@@ -223,7 +223,7 @@ def test_sections_of_a_giant_tensor_are_checked_and_give_64_bit_indices(tmp_path
 def test_a_section_that_ends_past_a_giant_tensor_is_refused() -> None:
     record = delta_manifest({GIANT.name: GIANT})
     *rest, last = record.sections
-    shifted = Section(
+    shifted = ManifestSection(
         **{name: getattr(last, name) for name in last.__struct_fields__} | {"start": last.start + 1}
     )
     broken = Manifest(

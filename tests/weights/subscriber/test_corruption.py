@@ -14,7 +14,7 @@ import pytest
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights import codec, manifest, retention
-from rose.weights.manifest import Manifest, ObjectRef, Section
+from rose.weights.manifest import Manifest, ManifestSection, ObjectRef
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.store import MemoryStore
@@ -87,7 +87,7 @@ def rebuilt(store: WatchedStore, record: Manifest, number: int, payload: bytes) 
     return msgspec.structs.replace(record, sections=tuple(sections), objects=(reference,))
 
 
-def other_values(payload: bytes, section: Section, dtype: str) -> bytes:
+def other_values(payload: bytes, section: ManifestSection, dtype: str) -> bytes:
     """The same indices with another step in the first place: a decoder or a trainer gone wrong."""
     if section.encoding == "raw":
         return bytes([payload[0] ^ 1]) + payload[1:]
