@@ -43,7 +43,7 @@ from rose.policy.worker import Tier
 from rose.scheduler.cli import restrain_collector
 from rose.scheduler.journal import Journal
 from rose.scheduler.records import CreateRecord, TurnRecord
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from tests.policy import reference
 
 TURNS = 2
@@ -102,7 +102,7 @@ def turn_record(name: str, turn: int, rng: random.Random) -> TurnRecord:
     )
 
 
-def fill_store(directory: Path, num_trajectories: int, report: Report) -> tuple[Store, float]:
+def fill_store(directory: Path, num_trajectories: int, report: Report) -> tuple[TrajectoryStore, float]:
     """The store, and the time of one journalled turn in microseconds."""
     store = open_store(directory)
     rng = random.Random(1)
@@ -121,8 +121,8 @@ def fill_store(directory: Path, num_trajectories: int, report: Report) -> tuple[
     return store, spent_ns / 1e3 / (num_trajectories * TURNS)
 
 
-def open_store(directory: Path) -> Store:
-    return Store(
+def open_store(directory: Path) -> TrajectoryStore:
+    return TrajectoryStore(
         Journal(directory), SampleParams(), max_trajectories=10**7, retained_finals=0, compact_bytes=2**40
     )
 
@@ -244,7 +244,7 @@ class Fleet:
         return times
 
 
-async def commit_ms(store: Store) -> float:
+async def commit_ms(store: TrajectoryStore) -> float:
     """A turn made durable, median."""
     rng = random.Random(9)
     times: list[float] = []

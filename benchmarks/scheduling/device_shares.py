@@ -34,7 +34,7 @@ from benchmarks.scheduling.provisioning import (
     SharedFleet,
     interval,
 )
-from rose.evaluation.charts import Axis, Lane, Span, timeline
+from rose.evaluation.charts import Axis, Lane, LaneBar, timeline
 from rose.policy.worker import Tier
 
 HALF = f"static-{NUM_HARVESTED // 2}"
@@ -108,7 +108,7 @@ def picture(shown: dict[str, Any]) -> str:
         Lane(
             name=f"job {job}",
             note="rolls out; between, it trains",
-            spans=[Span(start=begin, end=end, css=job, label="") for begin, end in shown["rollouts"][job]],
+            spans=[LaneBar(start=begin, end=end, css=job, label="") for begin, end in shown["rollouts"][job]],
         )
         for job in JOBS
     ]
@@ -117,7 +117,7 @@ def picture(shown: dict[str, Any]) -> str:
             name=f"harvested engine {number}",
             note="whose it is",
             spans=[
-                Span(start=begin, end=end, css=job, label=job, title=f"job {job}, {begin} to {end} s")
+                LaneBar(start=begin, end=end, css=job, label=job, title=f"job {job}, {begin} to {end} s")
                 for job, begin, end in spans_of(owners)
             ],
         )

@@ -30,7 +30,7 @@ COEFFICIENTS = ("base_s", "prefill_token_s", "decode_s", "context_token_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class EngineStep:
     """One engine step as the plugin measured it."""
 
     prefill_tokens: int
@@ -61,7 +61,7 @@ class Profile:
         return json.dumps(table, indent=1) + "\n"
 
 
-def read_steps(path: Path) -> list[Step]:
+def read_steps(path: Path) -> list[EngineStep]:
     """Steps of a log; a torn last line is dropped.
 
     Raises:
@@ -73,7 +73,7 @@ def read_steps(path: Path) -> list[Step]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise EngineError(f"no steps were written: {error.strerror}", field=str(path)) from error
-    steps: list[Step] = []
+    steps: list[EngineStep] = []
     for line in lines:
         parts = line.split()
         try:
@@ -82,12 +82,14 @@ def read_steps(path: Path) -> list[Step]:
             continue
         if seconds > 0:
             steps.append(
-                Step(prefill_tokens=prefill, num_decodes=decodes, context_tokens=context, seconds=seconds)
+                EngineStep(
+                    prefill_tokens=prefill, num_decodes=decodes, context_tokens=context, seconds=seconds
+                )
             )
     return steps
 
 
-def fit(steps: Sequence[Step], model: str = "", seed: int = 0) -> Profile:
+def fit(steps: Sequence[EngineStep], model: str = "", seed: int = 0) -> Profile:
     """Least squares on the *relative* error with coefficients that are not negative; every third step is held out.
 
     The slowest hundredth of the fitted steps is left out (a host that was elsewhere); of the held-out ones none is.
@@ -114,17 +116,17 @@ def fit(steps: Sequence[Step], model: str = "", seed: int = 0) -> Profile:
     )
 
 
-def _rows(steps: Sequence[Step]) -> Any:
+def _rows(steps: Sequence[EngineStep]) -> Any:
     """``[n, 4]``: each step's counts over its length, so that a prediction of 1 is a perfect one."""
     counts = [(1.0, s.prefill_tokens, s.num_decodes, s.context_tokens) for s in steps]
     return np.array(counts, dtype=np.float64) / np.array([[s.seconds] for s in steps])
 
 
-def _residuals(steps: Sequence[Step], weights: Any) -> Any:
+def _residuals(steps: Sequence[EngineStep], weights: Any) -> Any:
     return _rows(steps) @ weights - 1.0
 
 
-def _solve(steps: Sequence[Step]) -> Any:
+def _solve(steps: Sequence[EngineStep]) -> Any:
     """Non-negative least squares by dropping the most negative column; four columns make that cheap and exact enough."""
     rows = _rows(steps)
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)

@@ -47,9 +47,9 @@ from rose.evaluation.charts import (
     Axis,
     Band,
     Lane,
-    Mark,
+    LaneBar,
     Series,
-    Span,
+    VerticalLine,
     bar_chart,
     bytes_axis,
     legend,
@@ -244,7 +244,7 @@ def _timeline(result: DemoResult) -> str:
     ]
     shown = {"pressure": "pressure", "cut": "pressure", "kill": "event", "restart": "event"}
     marks = [
-        Mark(at=event.at_s, css=shown[event.kind], title=f"{event.at_s:.1f} s: {event.text}")
+        VerticalLine(at=event.at_s, css=shown[event.kind], title=f"{event.at_s:.1f} s: {event.text}")
         for event in result.events
         if event.kind in shown
     ]
@@ -258,13 +258,13 @@ def _timeline(result: DemoResult) -> str:
     )
 
 
-def _step_spans(steps: Sequence[StepRecord]) -> list[Span]:
-    spans: list[Span] = []
+def _step_spans(steps: Sequence[StepRecord]) -> list[LaneBar]:
+    spans: list[LaneBar] = []
     for step in steps:
         tip = f"step {step.step}: success {step.success_rate:.0%}"
         if step.rollout_s is None or step.train_s is None:
             spans.append(
-                Span(start=step.start_s, end=step.end_s, css="rollout", label=str(step.step), title=tip)
+                LaneBar(start=step.start_s, end=step.end_s, css="rollout", label=str(step.step), title=tip)
             )
             continue
         rollout_end_s = min(step.end_s, step.start_s + step.rollout_s)
@@ -277,7 +277,7 @@ def _step_spans(steps: Sequence[StepRecord]) -> list[Span]:
         for start_s, end_s, css, name in parts:
             label = str(step.step) if css == "rollout" else ""
             spans.append(
-                Span(
+                LaneBar(
                     start=start_s,
                     end=end_s,
                     css=css,

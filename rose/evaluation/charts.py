@@ -57,7 +57,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class LaneBar:
     """A stretch of time in a lane of the timeline."""
 
     start: float
@@ -74,13 +74,13 @@ class Lane:
 
     name: str
     note: str = ""
-    spans: Sequence[Span] = ()
+    spans: Sequence[LaneBar] = ()
     curve: Series | None = None
     format: Format = str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class VerticalLine:
     """A moment, drawn through all lanes."""
 
     at: float
@@ -230,7 +230,7 @@ def timeline(
     *,
     title: str,
     bands: Sequence[Band] = (),
-    marks: Sequence[Mark] = (),
+    marks: Sequence[VerticalLine] = (),
     width: int = 1080,
     lane_height: int = 46,
 ) -> str:

@@ -121,7 +121,7 @@ class Assigner:
         self._open = open_to_all(workers, self._told.values())
         actions += self._hosts(workers, at_s, switching)
         actions += self._loads(workers, at_s)
-        actions += self._tell(pe.Tick(at_s=at_s))
+        actions += self._tell(pe.DecideNow(at_s=at_s))
         for job in [job for job in self._told if self.policy.jobs[job].is_away]:
             del self._told[job]
             self._left_s[job] = at_s

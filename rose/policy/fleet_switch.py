@@ -58,7 +58,7 @@ Action = Released | TakenBack | Done
 
 
 @dataclass(kw_only=True, slots=True)
-class Release:
+class StagedRelease:
     """One in progress.  ``stages``: groups of each; an empty one, always the last, is all the rest."""
 
     stages: list[tuple[str, ...]]
@@ -93,7 +93,7 @@ class FleetSwitch:
     silent_s: float = 5.0
     all_held: bool = False
     held: dict[str, bool] = field(default_factory=dict[str, bool])
-    release: Release | None = None
+    release: StagedRelease | None = None
     taken_back: str = ""
     _nodes: dict[str, _Node] = field(default_factory=dict[str, _Node])
 
@@ -117,7 +117,7 @@ class FleetSwitch:
         if rest or not groups:
             stages.append(rest)
         self.taken_back = ""
-        self.release = Release(stages=stages, watch_s=watch_s)
+        self.release = StagedRelease(stages=stages, watch_s=watch_s)
         return self._begin(at_s)
 
     # --- what nodes say
@@ -191,7 +191,7 @@ class FleetSwitch:
         release = None
         if told is not None:
             stages = [tuple(map(str, stage)) for stage in told["stages"]]
-            release = Release(
+            release = StagedRelease(
                 stages=stages, watch_s=float(told["watch_s"]), index=int(told["index"]), began_s=at_s
             )
             if not 0 <= release.index < len(stages):

@@ -55,6 +55,7 @@ from rose.policy.provisioning_events import (
     Action,
     Activate,
     Adopt,
+    DecideNow,
     Event,
     HostGone,
     HostSeen,
@@ -62,7 +63,6 @@ from rose.policy.provisioning_events import (
     JobSeen,
     LoadSeen,
     Release,
-    Tick,
 )
 from rose.policy.provisioning_hosts import MAX_REFUSED, Host, ProvisioningParams
 from rose.policy.worker import Tier
@@ -159,7 +159,7 @@ class Provisioning:
                         job.is_away = False
                         job.used_s = self._least_used_s(job) + job.ahead_s
                 return []
-            case Tick():
+            case DecideNow():
                 for job in self.jobs.values():  # sums of floats drift
                     job.speed = math.fsum(host.speed for host in job.hosts.values())
                 left = self._leave(event.at_s)

@@ -83,13 +83,13 @@ class LoadSeen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
+class DecideNow:
     """Decide now."""
 
     at_s: float
 
 
-Event = HostSeen | HostGone | JobSeen | JobGone | LoadSeen | Tick
+Event = HostSeen | HostGone | JobSeen | JobGone | LoadSeen | DecideNow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,25 +36,25 @@ class StepShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class StreamingRefusal:
     field: str
     reason: str
     fix: str
 
 
-def refusal_of(streamed: Streamed, step: StepShape) -> Refusal | None:
+def refusal_of(streamed: Streamed, step: StepShape) -> StreamingRefusal | None:
     """Why a job may not have it; None where it may."""
     log_probs = 'use trainer.stream_groups = "log_probs", which is exact with any recipe'
     if streamed == "off":
         return None
     if step.on_stale not in ("cancel", "mask"):
-        return Refusal(
+        return StreamingRefusal(
             field="rollout.on_stale",
             reason="trainer.stream_groups leases group by group, which only the rules 'cancel' and 'mask' allow",
             fix='set rollout.on_stale = "mask" or "cancel"',
         )
     if step.lends_device:
-        return Refusal(
+        return StreamingRefusal(
             field="lend.node_dir",
             reason="trainer.stream_groups computes during rollouts, on the device that is lent then",
             fix="leave one of the two out",
@@ -62,19 +62,19 @@ def refusal_of(streamed: Streamed, step: StepShape) -> Refusal | None:
     if streamed == "log_probs":
         return None
     if step.num_epochs > 1:
-        return Refusal(
+        return StreamingRefusal(
             field="trainer.num_epochs",
             reason="later epochs start from weights that the first has moved, so gradients cannot begin early",
             fix=f"set it to 1, or {log_probs}",
         )
     if step.minibatch_sequences < step.batch_sequences:
-        return Refusal(
+        return StreamingRefusal(
             field="trainer.minibatch_sequences",
             reason=f"a batch of {step.batch_sequences} sequences is several minibatches, drawn from all of it",
             fix=f"set it to {step.batch_sequences} or more, or {log_probs}",
         )
     if step.scale_advantages == "batch":
-        return Refusal(
+        return StreamingRefusal(
             field="trainer.scale_advantages",
             reason="advantages over the deviation of the whole batch are not known before its end",
             fix=log_probs,

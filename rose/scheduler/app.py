@@ -43,7 +43,7 @@ from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
 from rose.scheduler.settings_api import SettingsRoutes
 from rose.scheduler.standby import not_listening, url_of
 from rose.scheduler.status import Status
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
@@ -87,7 +87,7 @@ class Scheduler:
         journal_dir: Path,
         clock: Clock | None = None,
         *,
-        store: Store | None = None,
+        store: TrajectoryStore | None = None,
         listener: socket.socket | None = None,
     ) -> None:
         self.config = config
@@ -499,14 +499,14 @@ class Scheduler:
             await asyncio.sleep(PROBE_S)
 
 
-def open_store(config: SchedulerConfig, journal: Journal) -> Store:
+def open_store(config: SchedulerConfig, journal: Journal) -> TrajectoryStore:
     """The books of a journal.
 
     Raises:
         LedgerError: It is damaged.
     """
     limits = config.limits
-    return Store(
+    return TrajectoryStore(
         journal,
         config.batches.params(),
         max_trajectories=limits.max_trajectories,

@@ -1,7 +1,7 @@
 """What the journal's records amount to: trajectories, the book of samples, versions, and how much memory they hold.
 
 :class:`Books` has one way in, :meth:`Books._apply`, for what is decided now and for what a journal is read back from, so that both come to
-the same.  What is decided, and what clients may ask, is in :class:`rose.scheduler.store.Store`.
+the same.  What is decided, and what clients may ask, is in :class:`rose.scheduler.store.TrajectoryStore`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Owner:
+class EpochOwner:
     """Of the newest epoch, as others see it."""
 
     epoch: int
@@ -138,7 +138,7 @@ class Claim:
         self._descriptor = -1
 
 
-def owner_of(directory: Path) -> Owner | None:
+def owner_of(directory: Path) -> EpochOwner | None:
     """Of the newest epoch; None where there never was one."""
     known = _epochs(directory)
     if not known:
@@ -152,7 +152,7 @@ def owner_of(directory: Path) -> Owner | None:
         return owner_of(directory)  # a newer one has begun meanwhile
     except (msgspec.DecodeError, UnicodeDecodeError):
         said = {}  # caught while it was written
-    return Owner(epoch=known[-1], is_locked=is_locked, beat=beat, url=said.get("url", ""))
+    return EpochOwner(epoch=known[-1], is_locked=is_locked, beat=beat, url=said.get("url", ""))
 
 
 def check_shared(directory: Path) -> None:

@@ -26,7 +26,7 @@ from rose.scheduler.app import Scheduler, open_store
 from rose.scheduler.claim import owner_of
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.standby import StandBy, listening, url_of
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ async def _serve(settings: SchedulerConfig, tokens: Tokens, journal: Path, *, st
 
 async def _stand_by(
     settings: SchedulerConfig, tokens: Tokens, journal: Path, listener: socket.socket
-) -> Store:
+) -> TrajectoryStore:
     def following() -> None:
         _say(f"stands by at {url_of(listener.getsockname())}")
 

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import msgspec
 import typer
 from rich.console import Console, Group
@@ -20,45 +19,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from rose.auth import Tokens, bearer
-from rose.errors import ConfigError, RequestError
-from rose.wire.errors import read_refusal
+from rose.scheduler.cli_client import DEFAULT_URL, CliClient, Url
 
 app = typer.Typer(
     name="rose traj", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
-Url = Annotated[str, typer.Option(help="Of rose-scheduler.", envvar="ROSE_SCHEDULER_URL")]
 TokenFile = Annotated[Path | None, typer.Option(help="Tokens by role; else ROSE_TOKEN_FILE.")]
-DEFAULT_URL = "http://127.0.0.1:8800"
 _TIER_COLOURS = {"dedicated": "blue", "harvested": "dark_orange", "borrowed": "magenta"}
-
-
-class Client:
-    """Args:
-    url: Of the daemon.
-    token_file: As :meth:`Tokens.load` takes it.
-    """
-
-    def __init__(self, url: str, token_file: Path | None) -> None:
-        token = Tokens.load(token_file, ["environment"]).environment
-        self._http = httpx.Client(base_url=url, headers=bearer(token), timeout=30.0, trust_env=False)
-        self._url = url
-
-    def get(self, path: str, **query: Any) -> Any:
-        """Raises:
-        ConfigError: Nobody answers there.
-        RequestError: The daemon refuses.
-        """
-        try:
-            answer = self._http.get(path, params={k: v for k, v in query.items() if v is not None})
-        except httpx.TransportError as error:
-            raise ConfigError(
-                f"no rose-scheduler answers at {self._url}: {error}", field="url", fix="name it with --url"
-            ) from error
-        if answer.status_code != 200:
-            text = read_refusal(answer.content).message or f"status {answer.status_code}"
-            raise RequestError(text, field=path)
-        return answer.json()
 
 
 @app.command()
@@ -69,7 +36,7 @@ def show(
     token_file: TokenFile = None,
 ) -> None:
     """Text with mask, log-prob, version and tier of every sampled token."""
-    client = Client(url, token_file)
+    client = CliClient(url, token_file, "environment")
     shown = client.get(f"/rose/v1/trajectories/{trajectory}/tokens", turn=turn)
     console = Console()
     text = Text()
@@ -113,7 +80,8 @@ def list_(
     table = Table("id", "job", "group", "state", "reason", "turns", "reward")
     table.columns[0].no_wrap = True  # whole: it is what other commands take
     table.columns[0].overflow = "ignore"
-    for each in Client(url, token_file).get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
+    client = CliClient(url, token_file, "environment")
+    for each in client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
         reward = "" if each["reward"] is None else f"{each['reward']:g}"
         names = ("id", "job", "group_id", "state", "reason", "num_turns")
         table.add_row(*(_cell(each[name]) for name in names), reward)
@@ -129,7 +97,7 @@ def export(
     token_file: TokenFile = None,
 ) -> None:
     """Full token traces, for a look offline."""
-    client = Client(url, token_file)
+    client = CliClient(url, token_file, "environment")
     names = [each["id"] for each in client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]]
     console = Console(stderr=True)
     with out.open("wb") as file, console.status("exporting") as status:
@@ -147,7 +115,7 @@ def top(
     token_file: TokenFile = None,
 ) -> None:
     """Workers and turns, live.  Ctrl-C ends it."""
-    client = Client(url, token_file)
+    client = CliClient(url, token_file, "environment")
     if once:
         Console().print(_screen(client.get("/status")))
         return

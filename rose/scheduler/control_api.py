@@ -30,24 +30,24 @@ from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.search import Search
 from rose.scheduler.slices import Slices
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.answers import (
     Empty,
     GroupSummary,
-    JobResumed,
+    RequiredVersion,
+    ResumedJob,
     TrajectoryEnded,
     TrajectoryKey,
     TrajectorySummary,
     TrajectoryTrace,
     TurnTrace,
-    VersionRequired,
-    WorkerDuty,
+    WorkerDutyStatus,
     WorkerList,
     WorkerStatus,
 )
-from rose.wire.pool import Target
+from rose.wire.pool import HttpTarget
 from rose.wire.reading import Reports
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
 from rose.wire.sampling import OfTrajectory, check_sampling
@@ -64,7 +64,7 @@ class ControlRoutes:
         self,
         config: SchedulerConfig,
         tokens: Tokens,
-        store: Store,
+        store: TrajectoryStore,
         dispatcher: Dispatcher,
         timeline: Timeline,
         fleet: FleetRoutes,
@@ -332,7 +332,7 @@ class ControlRoutes:
         dropped = [
             name for action in actions if isinstance(action, sp.Consumed) for name in action.trajectory_ids
         ]
-        return json_response(JobResumed(returned_groups=len(set(returned)), consumed=len(dropped)))
+        return json_response(ResumedJob(returned_groups=len(set(returned)), consumed=len(dropped)))
 
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
@@ -359,7 +359,7 @@ class ControlRoutes:
         self._carry_out(spent)
         self._dispatcher.require(job, version, self._store.runs[job])
         await self._store.journal.commit()
-        told = VersionRequired(job=job, version=format_version(version))
+        told = RequiredVersion(job=job, version=format_version(version))
         if warning:
             told["warning"] = warning
         return json_response(told)
@@ -372,7 +372,7 @@ class ControlRoutes:
         try:
             if "?" in url or "#" in url:
                 raise ValueError("a query or a fragment")
-            Target.of(url, {})
+            HttpTarget.of(url, {})
         except ValueError:
             raise RequestError("must be http://host:port", field="url") from None
         workers = self._dispatcher.book.fleet.workers
@@ -459,7 +459,7 @@ class ControlRoutes:
         if verb not in duties:
             raise NotFound(f"no such action: {verb[:32]}", field="path")
         self._dispatcher.set_duty(request.match_info["id"], duties[verb])
-        return json_response(WorkerDuty(worker_id=request.match_info["id"], duty=duties[verb].value))
+        return json_response(WorkerDutyStatus(worker_id=request.match_info["id"], duty=duties[verb].value))
 
     async def workers(self, request: web.Request) -> web.Response:
         now_s = self._dispatcher.now_s()

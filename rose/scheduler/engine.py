@@ -21,7 +21,15 @@ from rose.errors import EngineError, RequestError
 from rose.lineage import Lineage
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.wire.pool import AnswerTooLarge, Exchange, PeerLost, PendingRequest, Pool, Target, encode_headers
+from rose.wire.pool import (
+    AnswerTooLarge,
+    Exchange,
+    HttpTarget,
+    PeerLost,
+    PendingRequest,
+    Pool,
+    encode_headers,
+)
 
 NO_HEADERS: Mapping[str, str] = {}
 PROBE_S = 1.0
@@ -146,11 +154,11 @@ class Endpoint:
         return headers if self.token is None else headers | bearer(self.token)
 
     @cached_property
-    def target(self) -> Target:
+    def target(self) -> HttpTarget:
         """Raises:
         ValueError: The URL or the token cannot be sent.
         """
-        return Target.of(self.url, self.headers)
+        return HttpTarget.of(self.url, self.headers)
 
 
 class EngineFailure(EngineError):

@@ -13,16 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rose.auth import Tokens, bearer
-from rose.errors import ConfigError, RequestError
-from rose.wire.errors import read_refusal
+from rose.scheduler.cli_client import DEFAULT_URL, CliClient, Url
 
 app = typer.Typer(
     name="rose fleet",
@@ -33,43 +30,13 @@ app = typer.Typer(
     epilog='A node names its group in node.toml: \\[scheduler] group = "canary". One that names none is of group `default`. '
     "Nodes are known from their engine's first start on; one that restarts while it is held may lend until its first heartbeat.",
 )
-Url = Annotated[str, typer.Option(help="Of rose-scheduler.", envvar="ROSE_SCHEDULER_URL")]
 TokenFile = Annotated[Path | None, typer.Option(help="With the admin token; else ROSE_TOKEN_FILE.")]
 Groups = Annotated[
     list[str] | None, typer.Argument(help="Groups of nodes; all nodes if none is named.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON, without waiting.")]
-DEFAULT_URL = "http://127.0.0.1:8800"
 LOOK_EVERY_S = 0.5
 _SILENT_S = 5.0
-
-
-class Client:
-    """Args:
-    url: Of the daemon.
-    token_file: As :meth:`Tokens.load` takes it.
-    """
-
-    def __init__(self, url: str, token_file: Path | None) -> None:
-        token = Tokens.load(token_file, ["admin"]).admin
-        self._http = httpx.Client(base_url=url, headers=bearer(token), timeout=30.0, trust_env=False)
-        self._url = url
-
-    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Raises:
-        ConfigError: Nobody answers there.
-        RequestError: The daemon refuses.
-        """
-        try:
-            answer = self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise ConfigError(
-                f"no rose-scheduler answers at {self._url}: {error}", field="url", fix="name it with --url"
-            ) from error
-        if answer.status_code != 200:
-            said = read_refusal(answer.content)
-            raise RequestError(said.message or f"status {answer.status_code}", field=said.field or path)
-        return answer.json()
 
 
 @app.command()
@@ -78,7 +45,7 @@ def status(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: Json =
 
     Exit code 1 while a node that is ordered off still holds memory, or production is late on one that lends.
     """
-    told = Client(url, token_file).ask("GET", "/fleet")
+    told = CliClient(url, token_file, "admin").ask("GET", "/fleet")
     _print(told, as_json)
     if any(_holds(node) or (node["ordered"] == "on" and node["late"]) for node in told["nodes"]):
         raise typer.Exit(1)
@@ -99,7 +66,7 @@ def off(
 
     Exit code 1 if a node still holds memory (or is silent) at the end of --wait.
     """
-    client = Client(url, token_file)
+    client = CliClient(url, token_file, "admin")
     told = client.ask("POST", "/fleet/off", {"groups": groups or []})
     if as_json:
         _print(told, as_json)
@@ -129,7 +96,7 @@ def on(
     A stage is taken back by itself when production's P99 on one of its nodes is over its promise for ten seconds on end; the next stage
     does not begin then.  Exit code 1 if that happened.
     """
-    client = Client(url, token_file)
+    client = CliClient(url, token_file, "admin")
     body = {"groups": groups or [], "canary": canary or [], "watch_s": watch}
     told = client.ask("POST", "/fleet/on", body)
     if as_json:
@@ -143,7 +110,7 @@ def on(
 
 
 def _follow(
-    client: Client, told: dict[str, Any], wait_s: float | None, done: Callable[[dict[str, Any]], bool]
+    client: CliClient, told: dict[str, Any], wait_s: float | None, done: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
     """Show the page until it is done, at most ``wait_s``; the last answer."""
     until_s = None if wait_s is None else time.monotonic() + wait_s

@@ -33,7 +33,7 @@ _SMALL_BYTES = 64 * 1024
 _UNCOUNTED = ("/workers", "/healthz", "/readyz", "/metrics")
 
 
-class Connection(Protocol):
+class ServerConnection(Protocol):
     """aiohttp's, or one that came the short way."""
 
     def force_close(self) -> bool | None:
@@ -115,7 +115,7 @@ class Guard:
         finally:
             self._intake_bytes -= reserved
 
-    def sweep(self, connections: Sequence[Connection]) -> int:
+    def sweep(self, connections: Sequence[ServerConnection]) -> int:
         """Close connections that only hold a place; returns how many."""
         now_s = asyncio.get_running_loop().time()
         here = set(connections)

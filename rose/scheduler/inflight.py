@@ -40,7 +40,7 @@ from rose.scheduler.kept import Kept
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.recording import is_resumable, record_of, summary_of
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.trajectory import Trajectory
 
@@ -61,7 +61,7 @@ class InflightRequests:
         max_running: Requests at once, those that still wait for a renderer included.
     """
 
-    store: Store
+    store: TrajectoryStore
     dispatcher: Dispatcher
     turn_s: float
     max_turns: int

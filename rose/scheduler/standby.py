@@ -21,11 +21,11 @@ from aiohttp import web
 
 from rose.auth import ROLES, Tokens
 from rose.errors import CapacityError, ConfigError
-from rose.scheduler.claim import Claim, Owner, check_shared, owner_of
+from rose.scheduler.claim import Claim, EpochOwner, check_shared, owner_of
 from rose.scheduler.http import error_response, errors_middleware, json_response
 from rose.scheduler.journal import Journal, Replaced
 from rose.scheduler.scheduler_config import SchedulerConfig
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.wire.errors import NOT_ACTIVE
 from rose.wire.hosts import in_url
 
@@ -79,17 +79,17 @@ class StandBy:
         tokens: Tokens,
         directory: Path,
         listener: socket.socket,
-        open_store: Callable[[Journal], Store],
+        open_store: Callable[[Journal], TrajectoryStore],
     ) -> None:
         self._config, self._tokens, self._directory = config, tokens, directory
         self._listener, self._open_store = listener, open_store
-        self._owner: Owner | None = None
+        self._owner: EpochOwner | None = None
         self._quiet_s = 0.0
         self._looked_at_s = float("-inf")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_shared(directory)
 
-    async def wait(self, on_following: Callable[[], None] = lambda: None) -> Store:
+    async def wait(self, on_following: Callable[[], None] = lambda: None) -> TrajectoryStore:
         """The books, when they are ours to write.
 
         Args:
@@ -102,7 +102,7 @@ class StandBy:
         app.router.add_route("*", "/{path:.*}", self._refuse)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        store: Store | None = None
+        store: TrajectoryStore | None = None
         try:
             await web.SockSite(runner, self._listener.dup()).start()
             claim = self._look()
@@ -126,7 +126,7 @@ class StandBy:
         finally:
             await runner.cleanup()
 
-    def _follow(self) -> Store:
+    def _follow(self) -> TrajectoryStore:
         journal = Journal(self._directory, follows=True)
         try:
             return self._open_store(journal)
@@ -134,7 +134,7 @@ class StandBy:
             journal.close()
             raise
 
-    def _begin(self, store: Store | None, claim: Claim) -> Store:
+    def _begin(self, store: TrajectoryStore | None, claim: Claim) -> TrajectoryStore:
         """Be the one that writes, with what was followed so far or from the beginning."""
         try:
             while True:
@@ -155,7 +155,7 @@ class StandBy:
             claim.close()
             raise
 
-    def _leave(self, store: Store | None) -> None:
+    def _leave(self, store: TrajectoryStore | None) -> None:
         if store is not None:
             store.journal.close()
 

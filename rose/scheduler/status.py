@@ -21,7 +21,7 @@ from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.inflight_request import Finished, TurnRequest
 from rose.scheduler.provision import Provisioner
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.tallies import Durations, Tally
 from rose.scheduler.timeline import Promise
 from rose.wire.status import EndedTurn, SchedulerStatus, TokenCounts
@@ -211,7 +211,7 @@ class Status:
     def metrics(
         self,
         dispatcher: Dispatcher,
-        store: Store,
+        store: TrajectoryStore,
         promises: dict[str, Promise],
         provisioner: Provisioner,
     ) -> bytes:
@@ -253,7 +253,7 @@ class Status:
     def snapshot(
         self,
         dispatcher: Dispatcher,
-        store: Store,
+        store: TrajectoryStore,
         promises: dict[str, Promise],
         provisioner: Provisioner,
         *,

@@ -1,6 +1,6 @@
 """Trajectories and their turns in memory, in step with the journal.
 
-:class:`Store` is the one place that changes them: each method journals what it decided, then applies it; a
+:class:`TrajectoryStore` is the one place that changes them: each method journals what it decided, then applies it; a
 restart applies the same records again through the same code.  Which trajectory a trainer gets is decided by
 ``rose.policy.samples``; what a prompt is made of by ``rose.scheduler.prompts``.
 
@@ -50,7 +50,7 @@ UNSCORED = "unscored"
 log = logging.getLogger("rose.scheduler")
 
 
-class Store(Books):
+class TrajectoryStore(Books):
     """See the module docstring; :class:`~rose.scheduler.books.Books` for its arguments."""
 
     # --- trajectories ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trac
 from rose.scheduler.inflight_request import TurnRequest
 from rose.scheduler.protocols import no_media
 from rose.scheduler.scheduler_config import SchedulerConfig
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.samples import MAX_DEADLINE_S
 
@@ -26,7 +26,12 @@ class TurnRequests:
     """Holds no state of its own."""
 
     def __init__(
-        self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher, *, is_traced: bool = False
+        self,
+        config: SchedulerConfig,
+        store: TrajectoryStore,
+        dispatcher: Dispatcher,
+        *,
+        is_traced: bool = False,
     ) -> None:
         self._is_traced = is_traced
         self._config = config

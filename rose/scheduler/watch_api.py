@@ -15,7 +15,7 @@ from rose.scheduler.http import encode, json_response, whole_number
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.slices import Slices
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.answers import Branch, BranchToken
@@ -40,7 +40,7 @@ class WatchRoutes:
 
     def __init__(
         self,
-        store: Store,
+        store: TrajectoryStore,
         timeline: Timeline,
         renderer: Renderer,
         status: Callable[[], SchedulerStatus],

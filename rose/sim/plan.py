@@ -55,7 +55,7 @@ ONLY_BESIDE = {"load", "prompts", "serving.noise", "efficiency.overlap"}
 """What an assumption may change without any effect on dedicated engines."""
 
 
-class Verdict(StrEnum):
+class RiskVerdict(StrEnum):
     """On the risk to production, by requests that the choice of the headroom has not seen."""
 
     SAFE = "safe"
@@ -155,7 +155,7 @@ class CapacityPlan:
     headroom: float
     fresh: int
     """Draws of each stretch that it was judged by."""
-    verdict: Verdict
+    verdict: RiskVerdict
     yardstick: Yardstick
     at_s: Floats
     load: Floats
@@ -173,7 +173,7 @@ class CapacityPlan:
     @property
     def lends(self) -> bool:
         """Whether lending is recommended, with a worth: it is safe, and the job makes something of it."""
-        return self.verdict is Verdict.SAFE and bool(self.mean_gpus)
+        return self.verdict is RiskVerdict.SAFE and bool(self.mean_gpus)
 
     @property
     def mean_gpus(self) -> float | None:
@@ -499,15 +499,15 @@ def recommend(cells: Iterable[PlanCell]) -> float:
     return max(headroom for headroom in safe if harvest[headroom] >= SAME_WORTH * most)
 
 
-def verdict_of(judged: Iterable[PlanCell]) -> Verdict:
+def verdict_of(judged: Iterable[PlanCell]) -> RiskVerdict:
     """Each stretch must be safe by itself, and all together have requests enough to show one in ``1 / SAFE_EXTRA``."""
     known = [cell.misses for cell in judged if cell.misses.num]
     if any(misses.low is not None and misses.low > SAFE_EXTRA for misses in known):
-        return Verdict.UNSAFE
+        return RiskVerdict.UNSAFE
     few = sum(misses.num for misses in known) * SAFE_EXTRA < 1
     if few or any(misses.share is not None and misses.share > SAFE_EXTRA for misses in known):
-        return Verdict.UNCLEAR
-    return Verdict.SAFE
+        return RiskVerdict.UNCLEAR
+    return RiskVerdict.SAFE
 
 
 def altered(task: Task, changes: Mapping[str, Any]) -> Task:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from rose.evaluation.charts import Band, Range, Series, legend, line_chart, linear_axis, tornado
-from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, CapacityPlan, Verdict
+from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, CapacityPlan, RiskVerdict
 from rose.sim.plan_words import (
     NAMES,
     NONE_JUDGED,
@@ -156,10 +156,10 @@ def _tiles(plan: CapacityPlan) -> str:
                 f"at ${plan.price:g} a GPU hour (--gpu-hour-price)",
             ),
         ]
-    elif plan.verdict is Verdict.SAFE:
+    elif plan.verdict is RiskVerdict.SAFE:
         tiles.append(("", "worth", "not told", "see below how it is computed"))
     else:
-        word = "do not lend" if plan.verdict is Verdict.UNSAFE else "not known"
+        word = "do not lend" if plan.verdict is RiskVerdict.UNSAFE else "not known"
         tiles.append(("bad", "is it safe to lend?", word, "no worth is stated"))
     tiles += [
         (

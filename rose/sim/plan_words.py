@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, Swing, Verdict
+from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, RiskVerdict, Swing
 from rose.sim.traffic import Traffic
 from rose.sim.worth import LOADED
 
@@ -35,14 +35,14 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
             "not known whether lending is safe, so no worth is stated",
             "no request was judged, so nothing is known of the risk; give traffic that has requests, or longer cells.seconds",
         )
-    if plan.verdict is Verdict.UNSAFE:
+    if plan.verdict is RiskVerdict.UNSAFE:
         worst = max(plan.judged, key=lambda cell: cell.misses.share or 0.0)
         return (
             "do not lend as assumed, and no worth is stated",
             f"rollouts make {worst.misses.share or 0.0:.2%} more of the requests of the {NAMES[worst.window]} stretch miss a limit, at the "
             f"headroom that looked best; {SAFE_EXTRA:.1%} is allowed (production alone misses {worst.alone_missed:.1%} there)",
         )
-    if plan.verdict is Verdict.UNCLEAR:
+    if plan.verdict is RiskVerdict.UNCLEAR:
         return (
             "not known whether lending is safe, so no worth is stated",
             f"of {misses.num:,} requests judged {misses.added} are late only with rollouts and {misses.mended} only without: too few to show "
@@ -106,7 +106,7 @@ def matters_most(plan: CapacityPlan) -> str:
             f"{one.assumption.name}: at {one.assumption.low} {gpus(one.low_gpus)}, at {one.assumption.high} "
             f"{gpus(one.high_gpus)}"
         )
-    if plan.verdict is Verdict.SAFE:
+    if plan.verdict is RiskVerdict.SAFE:
         return f"trajectories under way per engine: {plan.scenario.cells.in_flight_per_engine} are assumed"
     felt = [one for one in plan.swings if one.low_added is not None and one.high_added is not None]
     one = max(felt, key=_added_width, default=None)
@@ -213,7 +213,7 @@ def measure_next(plan: CapacityPlan) -> list[str]:
     elif not traffic.knows_engines:
         found.append("how many engines served this traffic: --engines N, or read --scrapes or --prometheus")
     misses, cells = plan.misses, plan.scenario.cells
-    if plan.verdict is Verdict.UNCLEAR and misses.num:
+    if plan.verdict is RiskVerdict.UNCLEAR and misses.num:
         times = max(2.0, ENOUGH / SAFE_EXTRA / misses.num)
         found.append(
             f"more requests: only {misses.num:,} were judged. --set cells.seconds={cells.seconds * times:.0f}, or more traffic per engine"

@@ -306,7 +306,7 @@ class Actors:
 
 
 class RayRewardWorker:
-    """A :class:`rose.train.rewards.Worker` that is a Ray actor."""
+    """A :class:`rose.train.rewards.Scorer` that is a Ray actor."""
 
     def __init__(self, reward: RewardSettings) -> None:
         import ray

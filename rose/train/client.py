@@ -34,7 +34,7 @@ from rose.lineage import parse_version
 from rose.train.envs.base import Message, Task
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, error_of, read_refusal
-from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
+from rose.wire.pool import AnswerTooLarge, HttpTarget, PeerLost, Pool, encode_headers
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, StaleRule
 
 log = logging.getLogger("rose.train")
@@ -412,7 +412,7 @@ class SchedulerClient:
             url = self._addresses.current
             try:
                 exchange = self._open().request(
-                    Target.of(url, {}),
+                    HttpTarget.of(url, {}),
                     method,
                     path,
                     data or b"",

@@ -25,7 +25,7 @@ from rose.train.train_config import JobTask, RewardSettings, TrainConfig
 T = TypeVar("T")
 
 RewardPoolWorker = Any
-"""A :class:`rose.train.rewards.Worker`."""
+"""A :class:`rose.train.rewards.Scorer`."""
 
 
 class EnvManager:

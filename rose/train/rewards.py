@@ -48,7 +48,7 @@ class PoolParams:
     """A worker beyond ``min_workers`` ends after this long without work."""
 
 
-class Worker(Protocol):
+class Scorer(Protocol):
     """What the pool needs of a worker; any exception of ``score`` but :class:`TrainError` means that it is broken."""
 
     async def score(self, task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
@@ -80,10 +80,10 @@ class RewardWorker:
 class RewardPool:
     """See the module's docstring.  One event loop; :meth:`close` when done."""
 
-    def __init__(self, spawn: Callable[[], Worker], params: PoolParams) -> None:
+    def __init__(self, spawn: Callable[[], Scorer], params: PoolParams) -> None:
         self._spawn = spawn
         self._params = params
-        self._idle: list[tuple[Worker, float]] = []
+        self._idle: list[tuple[Scorer, float]] = []
         """Free workers and since when; the last is the one used last."""
         self._num_workers = 0
         self._free = asyncio.Condition()
@@ -135,12 +135,12 @@ class RewardPool:
             worker.kill()
         self._idle.clear()
 
-    def _new(self) -> Worker:
+    def _new(self) -> Scorer:
         worker = self._spawn()
         self._num_workers += 1  # only now: a worker that could not be made takes no place
         return worker
 
-    async def _take(self) -> Worker:
+    async def _take(self) -> Scorer:
         async with self._free:
             while True:
                 if self._idle:
@@ -149,7 +149,7 @@ class RewardPool:
                     return self._new()
                 await self._free.wait()
 
-    async def _give_back(self, worker: Worker) -> None:
+    async def _give_back(self, worker: Scorer) -> None:
         now_s = time.monotonic()
         async with self._free:
             self._idle.append((worker, now_s))

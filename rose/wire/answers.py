@@ -270,7 +270,7 @@ class LeasedBatch(TypedDict):
     trajectories: list[TrajectoryTrace]
 
 
-class JobResumed(TypedDict):
+class ResumedJob(TypedDict):
     """What a restarted trainer finds."""
 
     returned_groups: int
@@ -279,7 +279,7 @@ class JobResumed(TypedDict):
     """Trajectories that were trained on, and do not come back."""
 
 
-class VersionRequired(TypedDict):
+class RequiredVersion(TypedDict):
     """No engine with weights older than ``version`` takes a turn of ``job`` from now on."""
 
     job: str
@@ -289,7 +289,7 @@ class VersionRequired(TypedDict):
     """What that may lose."""
 
 
-class WorkerDuty(TypedDict):
+class WorkerDutyStatus(TypedDict):
     """Does an engine take new turns?"""
 
     worker_id: str

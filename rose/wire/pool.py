@@ -41,7 +41,7 @@ class AnswerTooLarge(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HttpTarget:
     """Where requests for one base URL go; ``head`` is what all of them say.
 
     Raises (:meth:`of`):
@@ -53,7 +53,7 @@ class Target:
     head: bytes
 
     @classmethod
-    def of(cls, url: str, headers: Mapping[str, str]) -> Target:
+    def of(cls, url: str, headers: Mapping[str, str]) -> HttpTarget:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("must be http://host:port")
@@ -332,7 +332,7 @@ class Pool:
 
     def request(
         self,
-        target: Target,
+        target: HttpTarget,
         method: str,
         path: str,
         body: bytes,
@@ -349,7 +349,7 @@ class Pool:
 
     def ask(
         self,
-        target: Target,
+        target: HttpTarget,
         method: str,
         path: str,
         body: bytes,

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.step_profile import Step, fit, load_profile, read_steps
+from rose.coserve.step_profile import EngineStep, fit, load_profile, read_steps
 from rose.errors import ConfigError, EngineError
 
 TRUE = (0.012, 0.0002, 0.0008, 1e-6)
 
 
-def steps(num: int, noise: float, seed: int = 0) -> list[Step]:
+def steps(num: int, noise: float, seed: int = 0) -> list[EngineStep]:
     rng = random.Random(seed)
-    found: list[Step] = []
+    found: list[EngineStep] = []
     for _ in range(num):
         prefill, decodes = rng.choice([0, 0, rng.randint(1, 512)]), rng.randint(0, 32)
         context = decodes * rng.randint(1, 500)
         exact = TRUE[0] + TRUE[1] * prefill + TRUE[2] * decodes + TRUE[3] * context
         found.append(
-            Step(
+            EngineStep(
                 prefill_tokens=prefill,
                 num_decodes=decodes,
                 context_tokens=context,
@@ -55,7 +55,9 @@ def test_the_error_is_of_steps_that_did_not_fit_it() -> None:
 def test_a_coefficient_is_never_negative() -> None:
     rng = random.Random(1)
     falling = [
-        Step(prefill_tokens=n, num_decodes=1, context_tokens=0, seconds=0.1 - n * 1e-4 + rng.random() * 1e-4)
+        EngineStep(
+            prefill_tokens=n, num_decodes=1, context_tokens=0, seconds=0.1 - n * 1e-4 + rng.random() * 1e-4
+        )
         for n in range(300)
     ]
     profile = fit(falling)
@@ -97,8 +99,8 @@ def test_the_log_of_a_killed_engine_is_read_up_to_its_torn_line(tmp_path: Path) 
     path = tmp_path / "steps"
     path.write_text("10 2 30 0.5\n0 1 5 0.25\nnonsense\n3 1")
     assert read_steps(path) == [
-        Step(prefill_tokens=10, num_decodes=2, context_tokens=30, seconds=0.5),
-        Step(prefill_tokens=0, num_decodes=1, context_tokens=5, seconds=0.25),
+        EngineStep(prefill_tokens=10, num_decodes=2, context_tokens=30, seconds=0.5),
+        EngineStep(prefill_tokens=0, num_decodes=1, context_tokens=5, seconds=0.25),
     ]
     with pytest.raises(EngineError, match="no steps"):
         read_steps(tmp_path / "none")

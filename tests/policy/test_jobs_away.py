@@ -29,7 +29,7 @@ def spend(book: pv.Provisioning, seconds: int, training: tuple[str, ...] = (), *
                     at_s=start_s + second, job=name, num_turns=num_turns, is_training=name in training
                 )
             )
-        book.handle(pv.Tick(at_s=start_s + second))
+        book.handle(pv.DecideNow(at_s=start_s + second))
         book.check()
 
 

@@ -114,7 +114,7 @@ class Play:
                     self.steps[name] += 1
                     samples = False
             self.book.handle(pv.LoadSeen(at_s=self.now_s, job=name, num_turns=MANY if samples else 0))
-        self.book.handle(pv.Tick(at_s=self.now_s))
+        self.book.handle(pv.DecideNow(at_s=self.now_s))
         self.book.check()
 
 
@@ -171,5 +171,5 @@ def test_of_two_jobs_the_one_that_would_miss_its_deadline_gets_more_devices() ->
         now_s += 1.0
         for name, deadline_s in (("a", 10.0), ("b", 1e6)):
             book.handle(pv.LoadSeen(at_s=now_s, job=name, num_turns=200, deadline_s=deadline_s))
-        book.handle(pv.Tick(at_s=now_s))
+        book.handle(pv.DecideNow(at_s=now_s))
     assert len(book.held("a")) > len(book.held("b"))

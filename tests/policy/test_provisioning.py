@@ -37,7 +37,7 @@ def tick(
     if num_turns is not None:
         for _ in range(3):
             book.handle(pv.LoadSeen(at_s=at_s, job=name, num_turns=num_turns))
-    return book.handle(pv.Tick(at_s=at_s))
+    return book.handle(pv.DecideNow(at_s=at_s))
 
 
 def taken(actions: list[pv.Action]) -> list[str]:
@@ -269,7 +269,7 @@ def test_two_jobs_take_turns_on_the_only_device_by_their_shares() -> None:
         seen(book, "d", Tier.DEDICATED, at_s=float(second), run=owner)
         for name in "ab":
             book.handle(pv.LoadSeen(at_s=float(second), job=name, num_turns=MANY))
-        book.handle(pv.Tick(at_s=float(second)))
+        book.handle(pv.DecideNow(at_s=float(second)))
         owner = book.hosts["d"].job or owner
         had[owner] += 1
         book.check()
@@ -341,7 +341,7 @@ def test_engines_that_are_everybodys_count_for_what_one_more_would_gain() -> Non
             book.handle(
                 pv.LoadSeen(at_s=now_s, job="a", num_turns=40, num_open=num_open, open_speed=num_open)
             )
-        assert bool(book.handle(pv.Tick(at_s=now_s))) is is_worth_it
+        assert bool(book.handle(pv.DecideNow(at_s=now_s))) is is_worth_it
 
 
 def test_an_idle_device_is_released_after_a_while_and_rests(book: pv.Provisioning) -> None:
@@ -560,7 +560,7 @@ class AnySequence(RuleBasedStateMachine):
     @rule(step=st.sampled_from([0.5, 5.0, 25.0]))
     def time(self, step: float) -> None:
         self.now_s += step
-        self.feed(pv.Tick(at_s=self.now_s))
+        self.feed(pv.DecideNow(at_s=self.now_s))
 
     @invariant()
     def books_hold(self) -> None:

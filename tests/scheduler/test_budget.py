@@ -10,7 +10,7 @@ import pytest
 from rose.errors import CapacityError
 from rose.scheduler.journal import Journal
 from rose.scheduler.records import FinishRecord, TurnRecord, packed
-from rose.scheduler.store import Store, sp
+from rose.scheduler.store import TrajectoryStore, sp
 from tests.scheduler.conftest import World, generate, user
 from tests.scheduler.test_asking_again import rejoin
 from tests.scheduler.test_restart import turn_of
@@ -63,8 +63,8 @@ async def test_tokens_are_said_again_from_the_journal(world: World) -> None:
     assert len(engine.requests) == 1
 
 
-def store_of(tmp_path: Path, **bounds: Any) -> Store:
-    return Store(
+def store_of(tmp_path: Path, **bounds: Any) -> TrajectoryStore:
+    return TrajectoryStore(
         Journal(tmp_path),
         sp.SampleParams(),
         max_trajectories=100,
@@ -74,7 +74,7 @@ def store_of(tmp_path: Path, **bounds: Any) -> Store:
     )
 
 
-def create(store: Store, job: str, task: Any = None) -> str:
+def create(store: TrajectoryStore, job: str, task: Any = None) -> str:
     return store.create(job=job, group_id=None, group_size=1, task=task, sampling={})
 
 

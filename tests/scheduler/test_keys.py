@@ -18,7 +18,7 @@ from rose.errors import Unauthorized
 from rose.scheduler.journal import Journal
 from rose.scheduler.openapi import describe
 from rose.scheduler.records import FinishRecord
-from rose.scheduler.store import Store, sp
+from rose.scheduler.store import TrajectoryStore, sp
 from tests.scheduler.conftest import PROMPT, World, user
 
 CHATS = {
@@ -352,9 +352,9 @@ async def test_a_trajectory_past_its_deadline_is_given_up(world: World) -> None:
 
 @pytest.mark.parametrize("compact_bytes", [0, 2**30])
 def test_deadlines_outlive_a_restart(tmp_path: Path, compact_bytes: int) -> None:
-    def store() -> Store:
+    def store() -> TrajectoryStore:
         journal = Journal(tmp_path)
-        return Store(
+        return TrajectoryStore(
             journal, sp.SampleParams(), max_trajectories=9, retained_finals=9, compact_bytes=compact_bytes
         )
 
@@ -378,7 +378,7 @@ def test_deadlines_outlive_a_restart(tmp_path: Path, compact_bytes: int) -> None
 
 
 def test_deadlines_of_what_has_ended_take_no_room(tmp_path: Path) -> None:
-    live = Store(
+    live = TrajectoryStore(
         Journal(tmp_path), sp.SampleParams(), max_trajectories=9, retained_finals=0, compact_bytes=2**30
     )
     runs = live.create(job="j", group_id=None, group_size=1, task=None, sampling={}, deadline_s=10.0)

@@ -18,7 +18,7 @@ from rose.errors import RequestError
 from rose.frames import frame
 from rose.scheduler.journal import MAGIC, Journal
 from rose.scheduler.records import FinishRecord
-from rose.scheduler.store import Store, sp
+from rose.scheduler.store import TrajectoryStore, sp
 from tests.scheduler.conftest import World, user
 
 ASK = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 600}
@@ -178,8 +178,8 @@ async def test_a_name_that_is_none_is_400(world: World, name: str) -> None:
 # --- any order of anything --------------------------------------------------------------------------------
 
 
-def store_of(folder: Path, compact_bytes: int = 2**30) -> Store:
-    return Store(
+def store_of(folder: Path, compact_bytes: int = 2**30) -> TrajectoryStore:
+    return TrajectoryStore(
         Journal(folder),
         sp.SampleParams(),
         max_trajectories=10_000,

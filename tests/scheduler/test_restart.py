@@ -17,7 +17,7 @@ import pytest
 from rose.auth import Tokens, bearer
 from rose.scheduler.journal import Journal
 from rose.scheduler.records import FinishRecord, TurnRecord
-from rose.scheduler.store import Store, sp
+from rose.scheduler.store import TrajectoryStore, sp
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
@@ -226,8 +226,8 @@ def turn_of(name: str, version: str) -> TurnRecord:
 def test_a_kill_while_a_run_is_named_lets_no_other_run_s_samples_through(
     tmp_path: Path, compact_bytes: int
 ) -> None:
-    def store() -> Store:
-        return Store(
+    def store() -> TrajectoryStore:
+        return TrajectoryStore(
             Journal(tmp_path),
             sp.SampleParams(),
             max_trajectories=9,
@@ -255,8 +255,8 @@ def test_a_kill_while_a_run_is_named_lets_no_other_run_s_samples_through(
 
 
 def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
-    def store() -> Store:
-        return Store(
+    def store() -> TrajectoryStore:
+        return TrajectoryStore(
             Journal(tmp_path),
             sp.SampleParams(alpha=0),
             max_trajectories=100,
@@ -306,8 +306,8 @@ def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
 async def test_an_acknowledgement_that_comes_after_the_lease_and_a_compaction_survives_a_restart(
     tmp_path: Path,
 ) -> None:
-    def store() -> Store:
-        return Store(
+    def store() -> TrajectoryStore:
+        return TrajectoryStore(
             Journal(tmp_path), sp.SampleParams(), max_trajectories=9, retained_finals=9, compact_bytes=2**30
         )
 
@@ -336,8 +336,8 @@ def test_names_of_many_batches_are_compacted_into_records_of_bounded_size(
 ) -> None:
     """A trainer that lets each lease run out has the same groups under thousands of names."""
 
-    def store(compact_bytes: int) -> Store:
-        return Store(
+    def store(compact_bytes: int) -> TrajectoryStore:
+        return TrajectoryStore(
             Journal(tmp_path),
             sp.SampleParams(),
             max_trajectories=99,
@@ -371,9 +371,9 @@ def test_names_of_many_batches_are_compacted_into_records_of_bounded_size(
 def test_a_group_that_was_kept_when_it_was_complete_is_kept_by_a_compaction(tmp_path: Path) -> None:
     """The member that was created first finished last, and equal groups were no longer filtered then."""
 
-    def store(*, filter_equal: bool, compact_bytes: int = 2**30) -> Store:
+    def store(*, filter_equal: bool, compact_bytes: int = 2**30) -> TrajectoryStore:
         params = sp.SampleParams(filter_equal=filter_equal)
-        return Store(
+        return TrajectoryStore(
             Journal(tmp_path), params, max_trajectories=9, retained_finals=9, compact_bytes=compact_bytes
         )
 
@@ -398,9 +398,9 @@ def test_a_group_that_was_kept_when_it_was_complete_is_kept_by_a_compaction(tmp_
 
 @pytest.mark.parametrize("compact_bytes", [0, 2**30])
 def test_how_old_a_first_turn_may_be_is_known_after_a_restart(tmp_path: Path, compact_bytes: int) -> None:
-    def store() -> Store:
+    def store() -> TrajectoryStore:
         params = sp.SampleParams(alpha=1, on_stale="wait")
-        return Store(
+        return TrajectoryStore(
             Journal(tmp_path), params, max_trajectories=9, retained_finals=9, compact_bytes=compact_bytes
         )
 

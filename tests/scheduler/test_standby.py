@@ -18,7 +18,7 @@ from rose.scheduler import claim as claims
 from rose.scheduler.claim import Claim, owner_of
 from rose.scheduler.journal import Journal, Replaced
 from rose.scheduler.records import AckRecord, EpochRecord, FinishRecord, Record
-from rose.scheduler.store import Store
+from rose.scheduler.store import TrajectoryStore
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.audit import Client, lease_all
 from tests.scheduler.conftest import user
@@ -198,8 +198,10 @@ def test_a_journal_brought_to_another_folder_goes_on_above_its_epoch(tmp_path: P
     assert store_of(Journal(tmp_path / "b")).epoch == 5
 
 
-def store_of(journal: Journal) -> Store:
-    return Store(journal, sp.SampleParams(), max_trajectories=100, retained_finals=100, compact_bytes=2**30)
+def store_of(journal: Journal) -> TrajectoryStore:
+    return TrajectoryStore(
+        journal, sp.SampleParams(), max_trajectories=100, retained_finals=100, compact_bytes=2**30
+    )
 
 
 @pytest.mark.parametrize("is_alive", [False, True], ids=["after its death", "beside it"])
@@ -220,7 +222,7 @@ def test_the_books_of_a_stand_by_are_those_of_the_active_one(tmp_path: Path, is_
     follower.journal.take_over(claim)
     follower.begin()
 
-    def picture(store: Store) -> tuple[Any, ...]:
+    def picture(store: TrajectoryStore) -> tuple[Any, ...]:
         return store.book.counts(), store.book.ready, sorted(store.trajectories), list(store.book.batches)
 
     assert picture(follower) == picture(live)

@@ -26,8 +26,8 @@ from rose.sim.plan import (
     CapacityPlan,
     PlanCell,
     ProcessPool,
+    RiskVerdict,
     Task,
-    Verdict,
     altered,
     make_plan,
     recommend,
@@ -69,7 +69,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> CapacityPlan:
 @pytest.fixture(scope="module")
 def plan(few: CapacityPlan) -> CapacityPlan:
     """The same, as if enough requests had shown it safe."""
-    return replace(few, verdict=Verdict.SAFE)
+    return replace(few, verdict=RiskVerdict.SAFE)
 
 
 def cell(window: str, headroom: float, worth: float, late: int) -> PlanCell:
@@ -111,40 +111,40 @@ def test_a_headroom_of_which_nothing_was_judged_is_not_safe() -> None:
 
     assert recommend(none) == max(HEADROOMS)
     assert recommend([*judged[:3], none[3]]) == max(HEADROOMS[:3])
-    assert verdict_of(none) is Verdict.UNCLEAR
+    assert verdict_of(none) is RiskVerdict.UNCLEAR
     night = [replace(each, window="quiet") for each in none]  # no request came then; the busiest had some
     assert recommend([*night, cell("busy", 0.1, 1.0, 0)]) == 0.1
-    assert verdict_of([night[0], cell("busy", 0.1, 1.0, 0)]) is Verdict.SAFE
+    assert verdict_of([night[0], cell("busy", 0.1, 1.0, 0)]) is RiskVerdict.SAFE
 
 
 @pytest.mark.parametrize(
     ("num", "added", "mended", "expected"),
     [
-        (3000, 0, 0, Verdict.SAFE),
-        (3000, 5, 3, Verdict.SAFE),
-        (100, 1, 0, Verdict.UNCLEAR),  # one of a hundred is above the limit, and may be chance
-        (100, 0, 0, Verdict.UNCLEAR),  # so few cannot show one in a thousand
-        (3000, 5, 0, Verdict.UNCLEAR),
-        (3000, 30, 2, Verdict.UNSAFE),
-        (100, 20, 0, Verdict.UNSAFE),
+        (3000, 0, 0, RiskVerdict.SAFE),
+        (3000, 5, 3, RiskVerdict.SAFE),
+        (100, 1, 0, RiskVerdict.UNCLEAR),  # one of a hundred is above the limit, and may be chance
+        (100, 0, 0, RiskVerdict.UNCLEAR),  # so few cannot show one in a thousand
+        (3000, 5, 0, RiskVerdict.UNCLEAR),
+        (3000, 30, 2, RiskVerdict.UNSAFE),
+        (100, 20, 0, RiskVerdict.UNSAFE),
     ],
 )
 def test_the_verdict_is_of_the_requests_that_were_judged(
-    num: int, added: int, mended: int, expected: Verdict
+    num: int, added: int, mended: int, expected: RiskVerdict
 ) -> None:
     misses = Misses(num=num, added=added, mended=mended)
     judged = [replace(cell("mean", 0.1, 1.0, 0), misses=misses)]
 
     assert verdict_of(judged) is expected
-    if expected is Verdict.UNSAFE:  # however safe the other stretches are
-        assert verdict_of([*judged, cell("quiet", 0.1, 1.0, 0)] * 3) is Verdict.UNSAFE
+    if expected is RiskVerdict.UNSAFE:  # however safe the other stretches are
+        assert verdict_of([*judged, cell("quiet", 0.1, 1.0, 0)] * 3) is RiskVerdict.UNSAFE
 
 
 def test_no_request_judged_is_said_and_is_no_zero(plan: CapacityPlan) -> None:
     none = Misses(num=0, added=0, mended=0)
     blind = replace(
         plan,
-        verdict=Verdict.UNCLEAR,
+        verdict=RiskVerdict.UNCLEAR,
         judged=tuple(replace(each, misses=none) for each in plan.judged),
         swings=tuple(replace(each, low_added=None, high_added=None) for each in plan.swings),
     )
@@ -325,8 +325,10 @@ def test_what_to_measure_names_the_widest_assumption_and_a_short_trace(plan: Cap
     assert "observe" in lines[-1]
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNSAFE, Verdict.UNCLEAR])
-def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: CapacityPlan, verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", [RiskVerdict.UNSAFE, RiskVerdict.UNCLEAR])
+def test_what_is_not_safe_is_not_recommended_and_has_no_worth(
+    plan: CapacityPlan, verdict: RiskVerdict
+) -> None:
     """A reader who takes one number from the page must not take one that production would pay for."""
     mean = f"{plan.mean_gpus:.1f}"
     assert mean in text(plan)
@@ -349,7 +351,7 @@ def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: CapacityPlan
 def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: CapacityPlan) -> None:
     assert few.fresh == FRESH[1]
     assert few.misses.num < 1000
-    assert few.verdict is Verdict.UNCLEAR
+    assert few.verdict is RiskVerdict.UNCLEAR
     assert "too few to show" in text(few)
     assert "--set cells.seconds=" in measure_next(few)[0]
 

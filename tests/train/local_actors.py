@@ -67,7 +67,7 @@ async def _nobody_answers(*_: Any, **__: Any) -> Any:
 
 
 class LocalRewards:
-    """A :class:`rose.train.rewards.Worker` in this process."""
+    """A :class:`rose.train.rewards.Scorer` in this process."""
 
     def __init__(self, reward: RewardSettings) -> None:
         self._worker = RewardWorker(reward.kind, reward.settings)

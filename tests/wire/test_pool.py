@@ -11,7 +11,7 @@ import uvloop
 
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure
 from rose.wire import pool as pools
-from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
+from rose.wire.pool import AnswerTooLarge, HttpTarget, PeerLost, Pool, encode_headers
 
 
 @pytest.fixture(
@@ -76,7 +76,7 @@ async def pool() -> AsyncIterator[Pool]:
 
 async def ask(pool: Pool, url: str, body: bytes = b"{}", **kwargs: Any) -> tuple[int, bytes]:
     kwargs = {"timeout_s": 5.0, "max_bytes": 1000, **kwargs}
-    async with pool.request(Target.of(url, {}), "POST", "/x", body, **kwargs) as connection:
+    async with pool.request(HttpTarget.of(url, {}), "POST", "/x", body, **kwargs) as connection:
         data = await connection.whole()
         return connection.status, data
 
@@ -160,7 +160,7 @@ async def test_a_stream_may_be_longer_than_the_bound_when_it_is_read(pool: Pool)
             b"0\r\n\r\n",
         ]
     )
-    target = Target.of(await peer.start(), {})
+    target = HttpTarget.of(await peer.start(), {})
     size = 0
     async with pool.request(target, "POST", "/x", b"", timeout_s=5, max_bytes=10_000) as connection:
         assert await connection.begun() == 200
@@ -183,7 +183,7 @@ async def test_a_stream_that_nobody_reads_makes_its_peer_wait(
             b"0\r\n\r\n",
         ]
     )
-    target = Target.of(await peer.start(), {})
+    target = HttpTarget.of(await peer.start(), {})
     async with pool.request(target, "POST", "/x", b"", timeout_s=30, max_bytes=2**26) as connection:
         size = len(await connection.read())
         await until(lambda: not connection.transport.is_reading())
@@ -204,7 +204,7 @@ async def test_the_end_of_a_stream_that_was_left_frees_its_connection(pool: Pool
     url = await peer.start()
     for _ in range(3):
         async with pool.request(
-            Target.of(url, {}), "POST", "/x", b"", timeout_s=5, max_bytes=1000
+            HttpTarget.of(url, {}), "POST", "/x", b"", timeout_s=5, max_bytes=1000
         ) as connection:
             await connection.read()
             connection.leave()
@@ -220,7 +220,7 @@ async def test_an_end_that_does_not_come_closes_the_connection(
     peer = Peer(
         lambda number, request: [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ndone\r\n"]
     )
-    target = Target.of(await peer.start(), {})
+    target = HttpTarget.of(await peer.start(), {})
     async with pool.request(target, "POST", "/x", b"", timeout_s=5, max_bytes=1000) as connection:
         await connection.read()
         connection.leave()
@@ -288,7 +288,7 @@ async def test_nobody_listens(pool: Pool) -> None:
 async def test_what_is_sent(pool: Pool) -> None:
     peer = Peer(lambda number, request: [OK])
     url = await peer.start()
-    target = Target.of(url + "/base path/", {"Authorization": "Bearer t"})
+    target = HttpTarget.of(url + "/base path/", {"Authorization": "Bearer t"})
     body = b"x" * 100_000
     async with pool.request(
         target, "POST", "/x", body, timeout_s=5, max_bytes=10, headers=encode_headers({"traceparent": "00"})
@@ -309,7 +309,7 @@ async def test_what_is_sent(pool: Pool) -> None:
 @pytest.mark.parametrize("url", ["ftp://h:1", "http://", "http://h:99999", "http://h:x", "h:80"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - urllib's own messages among them
-        Target.of(url, {})
+        HttpTarget.of(url, {})
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-B: c", "a\nb", "a\rb", "a\0b"])
@@ -356,7 +356,7 @@ class Asking:
     """:meth:`Pool.ask` over a connection that was used before; what it was told."""
 
     def __init__(self, pool: Pool, url: str) -> None:
-        self.pool, self.target = pool, Target.of(url, {})
+        self.pool, self.target = pool, HttpTarget.of(url, {})
         self.told: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()
 
     def ask(self, timeout_s: float = 5.0, max_bytes: int = 1000) -> Any:

@@ -79,7 +79,7 @@ class ProtocolRequest(Protocol):
         ...
 
 
-class Part(msgspec.Struct, frozen=True):
+class AnswerDelta(msgspec.Struct, frozen=True):
     """A piece of one part of an answer.
 
     Args:
@@ -104,29 +104,29 @@ class Unbroken:
 
     def __init__(self) -> None:
         self._call: int | None = None
-        self._held: list[Part] = []
+        self._held: list[AnswerDelta] = []
 
-    def add(self, delta: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[Part]:
+    def add(self, delta: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[AnswerDelta]:
         """Args:
         logprobs: Entries of the content's tokens.
         """
         for kind, entries in (("reasoning", ()), ("content", logprobs)):
             if delta.get(kind):
-                self._held.append(Part(kind, delta[kind], entries))
+                self._held.append(AnswerDelta(kind, delta[kind], entries))
         if self._call is None:
             yield from self._let_go()
         for call in delta.get("tool_calls") or ():
             if call["index"] != self._call:
                 yield from self._let_go()
                 self._call = call["index"]
-            yield Part("call", call=call)
+            yield AnswerDelta("call", call=call)
 
-    def rest(self) -> Iterator[Part]:
+    def rest(self) -> Iterator[AnswerDelta]:
         """There are no more pieces."""
         self._call = None
         yield from self._let_go()
 
-    def _let_go(self) -> Iterator[Part]:
+    def _let_go(self) -> Iterator[AnswerDelta]:
         held, self._held = self._held, []
         yield from held
 

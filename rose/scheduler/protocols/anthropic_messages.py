@@ -20,9 +20,9 @@ import msgspec
 from rose.errors import RequestError, RoseError
 from rose.scheduler.protocols import (
     VLLM_SAMPLING,
+    AnswerDelta,
     Body,
     Message,
-    Part,
     StreamForm,
     Unbroken,
     as_list,
@@ -239,7 +239,7 @@ class _Writer:
             yield from self._add(part)
         yield from self._close()
 
-    def _add(self, part: Part) -> Iterable[dict[str, Any]]:
+    def _add(self, part: AnswerDelta) -> Iterable[dict[str, Any]]:
         if part.call is None:
             kind = "thinking" if part.kind == "reasoning" else "text"
             yield from self._turn_to(kind)

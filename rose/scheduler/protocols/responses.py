@@ -20,9 +20,9 @@ import msgspec
 from rose.errors import NotFound, RoseError
 from rose.scheduler.protocols import (
     VLLM_SAMPLING,
+    AnswerDelta,
     Body,
     Message,
-    Part,
     StreamForm,
     Unbroken,
     as_list,
@@ -269,7 +269,7 @@ class _Writer:
             yield from self._turn_to("content")
         yield from self._close(status)
 
-    def _add(self, part: Part) -> Iterable[dict[str, Any]]:
+    def _add(self, part: AnswerDelta) -> Iterable[dict[str, Any]]:
         if part.kind == "reasoning":
             yield from self._turn_to("reasoning")
             yield self._text("response.reasoning_text.delta", part.text, content_index=0)
