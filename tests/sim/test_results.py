@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.figures import figures
 from benchmarks.lib import evidence
+from benchmarks.lib.claims import Claim
 from benchmarks.run import FIGURES, RESULTS, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
@@ -68,7 +69,7 @@ def test_a_newer_run_displaces_a_better_one() -> None:
         run_of("bad.json", 2, gain=0.5),
         run_of("other.json", 3, else_=9.0),
     ]
-    claim = evidence.Claim(text="gain", benchmark="b", keys=("gain",), form="{:.1f}x", bar=(0, ">=", 1.0))
+    claim = Claim(text="gain", benchmark="b", keys=("gain",), form="{:.1f}x", bar=(0, ">=", 1.0))
 
     assert evidence.lines_of(claim, runs) == ["| gain | 0.5x | `bad.json:b.gain` | >= 1: **missed** |"]
     every = dataclasses.replace(claim, every=True)
