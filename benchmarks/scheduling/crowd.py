@@ -110,7 +110,7 @@ class World:
         tokens = Tokens.generate()
         tokens.save(folder / "tokens.toml")
         self.auth = f"Authorization: Bearer {tokens.environment}"
-        fake = [sys.executable, "-m", "rose.testing.fake_engine", "--token-s", str(TOKEN_S)]
+        fake = [sys.executable, "-m", "rose.testing.fake_node", "--token-s", str(TOKEN_S)]
         fake += ["--mean-tokens", "1000000000", "--max-model-len", "100000"]
         self.engines = [Arm(f"engine {at}", fake) for at in range(NUM_ENGINES)]
         workers = "".join(

@@ -37,7 +37,8 @@ from benchmarks.lib.arms import Arm, end_all
 from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
 from rose.evaluation.statistics import percentile
-from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
+from rose.testing.fake_engine import FakeEngine, Fault, serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.scheduler.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parents[2]

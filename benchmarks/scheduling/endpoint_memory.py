@@ -50,7 +50,7 @@ class World:
         self.max_tokens = max_tokens
         self.tokens = Tokens.generate()
         self.tokens.save(folder / "tokens.toml")
-        fake = [sys.executable, "-m", "rose.testing.fake_engine", "--mean-tokens", str(4 * max_tokens)]
+        fake = [sys.executable, "-m", "rose.testing.fake_node", "--mean-tokens", str(4 * max_tokens)]
         self.engine = Arm("engine", [*fake, "--max-model-len", "100000"])
         (folder / "scheduler.toml").write_text(
             "port = 0\ncap_dedicated = 4096\n"

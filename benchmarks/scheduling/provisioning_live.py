@@ -29,7 +29,8 @@ from benchmarks.scheduling.fluid_world import draw
 from benchmarks.training.engines import Bursts, EngineSpec, Steps, TimedEngine
 from rose.auth import Tokens
 from rose.policy.stop_reasons import OTHER_RUN
-from rose.testing.fake_engine import FakeNode, serve_engine
+from rose.testing.fake_engine import serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.scheduler.audit import Client
 from tests.scheduler.processes import Daemon
 

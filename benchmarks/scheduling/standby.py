@@ -245,7 +245,7 @@ def main() -> None:
         tokens = Tokens.generate()
         tokens.save(folder / "tokens.toml")
         pair = Pair(folder)
-        fake = [sys.executable, "-m", "rose.testing.fake_engine", "--scheduler", pair.urls]
+        fake = [sys.executable, "-m", "rose.testing.fake_node", "--scheduler", pair.urls]
         fake += ["--token-file", str(folder / "tokens.toml"), "--token-s", str(TOKEN_S)]
         engines = [Arm(f"engine {index}", [*fake, "--worker-id", f"w{index}"]) for index in range(2)]
         try:

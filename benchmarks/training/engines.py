@@ -35,7 +35,8 @@ from rose.auth import Tokens
 from rose.policy.admission import StepModel
 from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.sim.engine import Request, SimEngine
-from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, serve_engine
+from rose.testing.fake_node import FakeNode
 
 MAX_LATE_S = 0.5
 """An engine further behind than this does not run after its schedule any more."""

@@ -14,7 +14,8 @@ from aiohttp import web
 from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
-from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, serve_engine
+from rose.testing.fake_node import FakeNode
 
 TURNS = ("/rose/v1/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """These come the short way (``rose.scheduler.front``) on connections that ask for nothing else."""

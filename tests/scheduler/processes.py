@@ -159,7 +159,7 @@ class FakeHost:
             self.wires = self.down, self.up = Wire(self.port), Wire(port)
             self._advertise, self._scheduler = await self.down.start(), await self.up.start()
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rose.testing.fake_engine", "--port", str(self.port)),
+            *(sys.executable, "-m", "rose.testing.fake_node", "--port", str(self.port)),
             *("--scheduler", self._scheduler, "--advertise", self._advertise),
             *("--token-file", str(self.folder / "tokens.toml"), "--worker-id", self.name),
             *("--tier", self.tier, "--token-s", str(self.token_s)),

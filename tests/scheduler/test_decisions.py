@@ -21,7 +21,8 @@ from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.stop_reasons import RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
-from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
+from rose.testing.fake_engine import FakeEngine, Fault, serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.policy.turn_kit import join
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon

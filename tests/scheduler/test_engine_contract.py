@@ -40,7 +40,7 @@ def engine_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             [
                 sys.executable,
                 "-m",
-                "rose.testing.fake_engine",
+                "rose.testing.fake_node",
                 "--token-s",
                 "0.002",
                 "--max-model-len",

@@ -18,7 +18,8 @@ from rose.auth import Tokens, bearer
 from rose.scheduler.journal import Journal
 from rose.scheduler.records import FinishRecord, TurnRecord
 from rose.scheduler.store import TrajectoryStore, sp
-from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
 

@@ -19,7 +19,8 @@ from rose.scheduler.claim import Claim, owner_of
 from rose.scheduler.journal import Journal, Replaced
 from rose.scheduler.records import AckRecord, EpochRecord, FinishRecord, Record
 from rose.scheduler.store import TrajectoryStore
-from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.scheduler.audit import Client, lease_all
 from tests.scheduler.conftest import user
 from tests.scheduler.processes import Daemon

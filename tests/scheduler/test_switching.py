@@ -16,7 +16,8 @@ import pytest
 
 from rose.auth import Tokens, bearer
 from rose.decisions.log import logs, replay
-from rose.testing.fake_engine import FakeEngine, FakeNode, PrefixModel, serve_engine
+from rose.testing.fake_engine import FakeEngine, PrefixModel, serve_engine
+from rose.testing.fake_node import FakeNode
 from rose.weights import statehash
 from tests.scheduler.audit import Client
 from tests.scheduler.processes import Daemon

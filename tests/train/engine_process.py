@@ -12,7 +12,8 @@ import aiohttp
 import torch
 
 from rose.auth import Tokens
-from rose.testing.fake_engine import FakeNode, serve_engine
+from rose.testing.fake_engine import serve_engine
+from rose.testing.fake_node import FakeNode
 from tests.train.world import TorchEngine, keep_up
 
 

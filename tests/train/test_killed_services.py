@@ -18,7 +18,8 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.testing.fake_engine import FakeNode, serve_engine
+from rose.testing.fake_engine import serve_engine
+from rose.testing.fake_node import FakeNode
 from rose.testing.toy_recipe import TOY_RECIPE
 from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with

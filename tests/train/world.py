@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
-from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, serve_engine
+from rose.testing.fake_node import FakeNode
 from rose.testing.toy_tokenizer import HFTokenizer
 from tests.train.file_publisher import RUN
 
