@@ -10,7 +10,7 @@ An update goes through four steps, each of which leaves the rank in a known stat
 * *finish* (engine thread): makes the new version official and drops the undo log.
 
 A commit that fails undoes itself.  One that succeeded can still be undone until ``finish``, because another
-rank may have failed: the caller decides for all ranks (:mod:`vllm_plugin.endpoints`).
+rank may have failed: the caller decides for all ranks (:mod:`vllm_plugin.engine_control`).
 
 A *whole* version into a model on a device is what an engine takes before its first turn.  It streams: staging proves the file and keeps
 nothing of it but the open file, commit reads that again, tensor by tensor and a slice at a time, and there is no way back, so whatever fails

@@ -10,7 +10,7 @@ vLLM's own session carries the change itself: ``start_weight_update`` / ``update
 
 **No call here raises.**  vLLM's multi-process executor stops reading answers at the first rank that
 fails; the answers of the others stay queued, and the next collective call reads them as its own.  So each
-rank answers with plain data that says how it went, and :mod:`vllm_plugin.endpoints` decides for all of
+rank answers with plain data that says how it went, and :mod:`vllm_plugin.engine_control` decides for all of
 them.
 
 It does not fetch, decode a wire format, or decide which version to run.  This module imports no vLLM before the engine is built, and nothing heavy in a

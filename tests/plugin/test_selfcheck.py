@@ -35,7 +35,7 @@ OWNERS = [owner for group in GROUPS.values() for owner in group]
 
 VLLMS = {"scheduler", "_scheduler", "pool", "_pool", "request", "engine", "_engine", "block", "scheduler_output", "vllm_config"}  # fmt: skip
 """Our names of what is always an object of vLLM's."""
-OTHERWISE = {"endpoints.py": {"_client"}, "kv_memory.py": set[str]()}
+OTHERWISE = {"endpoints.py": set[str](), "engine_control.py": {"_client"}, "kv_memory.py": set[str]()}
 """But in these files, where a request is HTTP's and a pool is of pages."""
 
 

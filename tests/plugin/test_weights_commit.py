@@ -9,7 +9,7 @@ import pytest
 
 from rose.errors import RequestError
 from rose.lineage import WeightVersion
-from vllm_plugin.endpoints import EngineControl
+from vllm_plugin.engine_control import EngineControl
 
 TARGET = WeightVersion(1, 2)
 
@@ -109,7 +109,7 @@ async def test_a_call_that_a_dead_engine_leaves_open_ends_the_commit(monkeypatch
         await asyncio.Event().wait()
 
     client.update_weights = dies  # type: ignore[attr-defined]
-    monkeypatch.setattr("vllm_plugin.endpoints.ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr("vllm_plugin.engine_control.ALIVE_EVERY_S", 0.01)
     with pytest.raises(RequestError) as caught:
         await EngineControl(client).commit(TARGET, "reset")
     assert caught.value.code == "weights_broken"
