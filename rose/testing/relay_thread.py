@@ -12,8 +12,8 @@ from aiohttp import web
 
 from rose.auth import Tokens
 from rose.signatures import PublicKeys
+from rose.weights.file_store import FileStore
 from rose.weights.relay import Relay, serve
-from rose.weights.store import FileStore
 
 
 class RelayThread:

@@ -18,10 +18,11 @@ from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.units import format_bytes
 from rose.weights import composer, manifest, retention, sealed, upkeep
+from rose.weights.file_store import FileStore
 from rose.weights.manifest import Head, Kind, Manifest
 from rose.weights.params import WeightsParams
 from rose.weights.spec import TensorSpec
-from rose.weights.store import FileStore, ObjectStore
+from rose.weights.store import ObjectStore
 from rose.weights.stores import open_store
 from rose.wire.hosts import in_url
 

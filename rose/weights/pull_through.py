@@ -35,11 +35,12 @@ from rose.auth import Tokens
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, RoseError
 from rose.lineage import WeightVersion
 from rose.weights.cache import CacheBook
+from rose.weights.file_store import FileStore, Upload
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, holder_name
 from rose.weights.manifest import Head, check_run_id
 from rose.weights.relay import Relay
 from rose.weights.sending import Arriving, OpenObject
-from rose.weights.store import FileStore, ObjectStat, ObjectStore, Upload, check_prefix
+from rose.weights.store import ObjectStat, ObjectStore, check_prefix
 from rose.weights.upcoming import Upcoming
 
 T = TypeVar("T")

@@ -50,10 +50,11 @@ from rose.lineage import WeightVersion
 from rose.open_files import raise_limit
 from rose.signatures import PublicKeys
 from rose.weights import manifest
+from rose.weights.file_store import FileStore
 from rose.weights.manifest import Head, check_key, check_run_id
 from rose.weights.sealed import believer, check_head
 from rose.weights.sending import OBJECT_TYPE, Arriving, OpenObject, Sender
-from rose.weights.store import MAX_HEAD_BYTES, FileStore, ObjectStat, check_lease, check_prefix
+from rose.weights.store import MAX_HEAD_BYTES, ObjectStat, check_lease, check_prefix
 from rose.weights.upcoming import Upcoming, UpcomingBook, version_of
 from rose.wire.errors import error_body
 

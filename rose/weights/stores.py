@@ -17,8 +17,9 @@ from pathlib import Path
 from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.signatures import PublicKeys, SigningKey
+from rose.weights.file_store import FileStore
 from rose.weights.sealed import SealedStore
-from rose.weights.store import FileStore, ObjectStore
+from rose.weights.store import ObjectStore
 
 PATIENCE_S = 20.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:")

@@ -28,7 +28,7 @@ from rose.proc import free_port
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.relay_thread import RelayThread
-from rose.weights.store import FileStore
+from rose.weights.file_store import FileStore
 from tests.users import STRANGER, needs_root, volume
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ import pytest
 
 from rose.auth import Tokens
 from rose.testing.relay_thread import RelayThread
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
-from rose.weights.store import FileStore, ObjectStore
+from rose.weights.store import ObjectStore
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 

@@ -14,9 +14,9 @@ from rose.errors import CapacityError, ConfigError, Gone, NotAuthentic, RequestE
 from rose.lineage import Lineage
 from rose.proc import free_port
 from rose.signatures import SigningKey
+from rose.weights.file_store import FileStore
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
-from rose.weights.store import FileStore
 from rose.weights.update import UpdateFile
 from tests.weights.subscriber.kit import PARAMS, V
 from tests.weights.toy import ToyTrainer

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SharedCopy
-from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.test_weights_rank import commit_all
 from tests.plugin.weights_kit import TinyLlama, change, memory_of, same_memory, specs_of

@@ -14,11 +14,12 @@ import pytest
 
 from rose.auth import Tokens
 from rose.signatures import SigningKey
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
-from rose.weights.store import Buffer, FileStore, ObjectStore
+from rose.weights.store import Buffer, ObjectStore
 from tests.engine_launcher import ROOT, EngineServer
 from tests.plugin.weights_kit import Tensors, change
 from tests.plugin.weights_server import PROMPT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rose.weights.file_store import FileStore
 from rose.weights.shared_copy import SharedCopy
-from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.ranks import TorchRanks
-from rose.weights.store import FileStore
 
 WORLD = 4
 DEADLINE_S = 100.0

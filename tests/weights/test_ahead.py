@@ -15,12 +15,12 @@ import pytest
 from rose.errors import NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights import manifest, upcoming
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
-from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.upcoming import MOST_OBJECTS, UpcomingBook
 from tests.weights.relay_process import RelayProcess

@@ -18,11 +18,11 @@ from rose.signatures import SigningKey
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest, retention
 from rose.weights.cli import app
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
-from rose.weights.store import FileStore
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update

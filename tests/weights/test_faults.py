@@ -31,12 +31,12 @@ import pytest
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights import manifest, retention, spool
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
-from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess
 from tests.weights.subscriber.kit import copy_of, same

@@ -13,7 +13,7 @@ import pytest
 
 from rose.lineage import WeightVersion
 from rose.weights import retention
-from rose.weights.store import FileStore
+from rose.weights.file_store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 
 pytest.importorskip("torch")

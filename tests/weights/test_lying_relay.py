@@ -30,12 +30,13 @@ from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights import composer, manifest, retention
 from rose.weights.cli import app as weights_app
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore, sealed_head
 from rose.weights.source import RawBits
-from rose.weights.store import FileStore, MemoryStore, ObjectStore
+from rose.weights.store import MemoryStore, ObjectStore
 from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess

@@ -19,11 +19,12 @@ from rose.lineage import WeightVersion
 from rose.proc import free_port
 from rose.weights import retention, statehash
 from rose.weights.buckets import Buckets
+from rose.weights.file_store import FileStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.source import RawBits
-from rose.weights.store import FileStore, MemoryStore
+from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.warmup import warm_up
 from tests.weights.toy import ToyTrainer

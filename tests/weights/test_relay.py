@@ -26,8 +26,8 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
-from rose.weights.store import FileStore
 from tests.weights.relay_process import RelayProcess
 from tests.weights.test_stores import head
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from rose.errors import CapacityError, NotFound, RequestError
+from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess
 from tests.weights.subscriber.kit import copy_of, same

@@ -23,7 +23,7 @@ from rose.auth import Tokens
 from rose.errors import ConfigError, WeightsError
 from rose.signatures import PublicKeys
 from rose.testing.relay_thread import RelayThread
-from rose.weights.store import FileStore
+from rose.weights.file_store import FileStore
 
 pytest.importorskip("torch")
 import torch
