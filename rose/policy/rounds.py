@@ -13,7 +13,7 @@ Pure: no I/O, no clock.  Caller: ``rose.sim.device``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rose.errors import ConfigError
 
@@ -39,7 +39,6 @@ class RoundParams:
             raise ConfigError(f"{self.tpot_share} is not above 0 and at most 1", field="tpot_share")
 
 
-@dataclass(kw_only=True, slots=True)
 class Rounds:
     """Of one device.
 
@@ -47,14 +46,11 @@ class Rounds:
         slo_tpot_s: Production's limit between two tokens, in seconds; 0: it has none.
     """
 
-    params: RoundParams
-    slo_tpot_s: float
-    steps: int = field(init=False)
-    """Rollout steps in turn that production's latency allows now."""
-    _calm: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.steps = self.params.most
+    def __init__(self, *, params: RoundParams, slo_tpot_s: float) -> None:
+        self.params, self.slo_tpot_s = params, slo_tpot_s
+        self.steps = params.most
+        """Rollout steps in turn that production's latency allows now."""
+        self._calm = 0
 
     def served(self, tpot_s: float) -> None:
         """A request of production ended; ``tpot_s``: seconds between its tokens, on average."""
