@@ -15,7 +15,11 @@ tuned again for a lever.  Levers, each alone, and in ``all`` those that cost no 
 - ``tail``: a tenth of the trajectories, the longest expected, goes to dedicated engines (``scheduler.tail_fraction = 0.1``), ROSE alone;
 - ``wide``: half of the job's GPUs are one engine, which is the first choice for the longest tenth, the others engines as narrow as production's (``fleet.wide``); the
   fixed job's turns are then placed by ROSE's scheduler, which knows the longest;
-- ``copies``: up to 16 turns on harvested engines at once have a second copy on another engine that is expected to end no later (``job.copies = 16``), ROSE alone.
+- ``copies``: up to 16 turns on harvested engines at once have a second copy on another engine that is expected to end no later (``job.copies = 16``), ROSE alone;
+- ``batching``: short rounds begin 24 groups and train on the first 16 that are complete, and after two of them a long one has the other 16 (``job.tail_groups = 8``).  Judged over two
+  such cycles, six steps, beside ``longer``: six steps without a lever.  ``length``: mean tokens of a trajectory that is trained on, over those of ``longer``; ``short_length``: of short rounds over
+  all rounds of the run;
+- ``surplus``: the same, and each group of a short round has four members more than it takes, the first to end (``job.tail_members = 4``): it trains on shorter samples.  Neither is in the DAPO cells, whose steps begin more groups than they take as it is.
 
 Gain: step time without a lever over with it, same seed, on ``fixed`` and on ``rose``.  ``harvest``: step time of ``fixed`` over ``rose``'s, both with the
 lever: what is left of it is harvesting's; ``over_tuned``: of ``fixed`` without the lever over ``rose``'s with it, since a lever that ``fixed`` is worse off with flatters
@@ -23,7 +27,8 @@ lever: what is left of it is harvesting's; ``over_tuned``: of ``fixed`` without 
 of all, request by request.  ``tpot_p99_ms``: production's 99th percentile between tokens beside ``rose`` with the lever, which ``rounds`` spends.  Mean over 14 seeds, 200 to 213, of two steps each, with 95 % intervals by Student's t.
 
 **Bar**, written before the first run on these seeds: a lever *pays* on a system where the lower end of its gain is above 1; on ``rose`` it must also leave the upper end of
-``misses_added`` no higher than without it, or at most 0.0002.  What pays in every cell that was run may be a default once it was measured live.
+``misses_added`` no higher than without it, or at most 0.0002.  One that chooses what is trained on must leave the lower end of ``length`` at
+0.98 or more.  What pays in every cell that was run may be a default once it was measured live.
 
 Results are kept in FILE as they come: start it again and it goes on.
 """
@@ -45,6 +50,7 @@ from benchmarks.lib.report import Report, write  # noqa: E402
 from benchmarks.sim.paper_cells import CELLS, MOST_ADDED, Cell, Setting, arrivals_of, scenario_of  # noqa: E402
 from rose.errors import ConfigError  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
+from rose.sim.job import SimStep  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 from rose.sim.summary import compare_misses, summarize  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
@@ -63,8 +69,16 @@ LEVERS["all"] = {
     for section in ("job", "fleet", "scheduler")
 }
 LEVERS["wide"] = {"scheduler": {"tail_fraction": 0.1}}
-"""And the engines of :func:`half_wide`; this and the next are none of ``all``."""
+"""And the engines of :func:`half_wide`; this and those below are none of ``all``."""
 LEVERS["copies"] = {"job": {"copies": 16}}
+LEVERS["longer"] = {}
+LEVERS["batching"] = {"job": {"tail_groups": 8}}
+LEVERS["surplus"] = {"job": {"tail_groups": 8, "tail_members": 4}}
+SAME_LENGTH = 0.98
+STEPS = {"longer": 6, "batching": 6, "surplus": 6}
+"""Where not as many as without a lever: short and long rounds are fairly judged over whole cycles."""
+BESIDE = {"batching": "longer", "surplus": "longer"}
+"""What a lever is compared with, where not with ``none``."""
 OF_ROSE = ("stops", "rounds", "tail", "copies")
 """Levers that do nothing to a job by itself."""
 SYSTEMS = ("fixed", "rose")
@@ -73,12 +87,16 @@ BATCH = 256
 Row = dict[str, Any]
 
 
+def levers_of(cell: Cell) -> list[str]:
+    return [lever for lever in LEVERS if lever not in STEPS or not cell.job.startswith("dapo")]
+
+
 def with_lever(scenario: Scenario, lever: str) -> Scenario:
     sections = {
         section: getattr(scenario, section).model_copy(update=changes)
         for section, changes in LEVERS[lever].items()
     }
-    scenario = scenario.model_copy(update=sections)
+    scenario = scenario.model_copy(update={**sections, "num_steps": STEPS.get(lever, scenario.num_steps)})
     return half_wide(scenario) if lever == "wide" else scenario
 
 
@@ -103,12 +121,21 @@ def run(cell: Cell, system: str, setting: Setting, lever: str, seed: int) -> Row
         name = "fixed_ours"
     done = simulate(with_lever(scenario, lever), name, arrivals=arrivals_of(cell, seed))
     row = summarize(done)
+    length = mean_length(done.steps)
     return {
-        "step_s": row["step_s"] if row["steps"] == scenario.num_steps else None,
+        "step_s": row["step_s"] if row["steps"] == done.scenario.num_steps else None,
+        "length": length,
+        "short_length": mean_length([step for step in done.steps if not step.long]) / length,
         "end_s": done.duration_s,
         "tpot_p99_ms": row["tpot_p99_ms"],
         "late": sorted((number, round(at_s, 6)) for number, at_s in done.late.items()),
     }
+
+
+def mean_length(steps: list[SimStep]) -> float:
+    """Tokens of a trajectory that was trained on; no number where none was."""
+    num = sum(step.trajectories for step in steps)
+    return sum(step.tokens for step in steps) / num if num else math.nan
 
 
 def key_of(system: str, lever: str) -> str:
@@ -121,7 +148,10 @@ def conclude(data: dict[str, dict[str, Row]]) -> dict[str, Any]:
     for cell in CELLS:
         rows = data.get(cell.name, {})
         wanted = {
-            f"{key_of(system, lever)}/{seed}" for system in SYSTEMS for lever in LEVERS for seed in SEEDS
+            f"{key_of(system, lever)}/{seed}"
+            for system in SYSTEMS
+            for lever in levers_of(cell)
+            for seed in SEEDS
         }
         if not wanted <= rows.keys():
             continue
@@ -138,14 +168,15 @@ def conclude(data: dict[str, dict[str, Row]]) -> dict[str, Any]:
             return mean - half, mean + half
 
         most_without = math.inf
-        for lever in LEVERS:
+        for lever in levers_of(cell):
+            beside = BESIDE.get(lever, "none")
             add(
                 f"{lever}.harvest",
                 [step_s("fixed", lever, seed) / step_s("rose", lever, seed) for seed in SEEDS],
             )
             add(
                 f"{lever}.over_tuned",
-                [step_s("fixed", "none", seed) / step_s("rose", lever, seed) for seed in SEEDS],
+                [step_s("fixed", beside, seed) / step_s("rose", lever, seed) for seed in SEEDS],
             )
             missed = []
             for seed in SEEDS:
@@ -157,16 +188,24 @@ def conclude(data: dict[str, dict[str, Row]]) -> dict[str, Any]:
                 missed.append(found.share or 0.0)
             _, most = add(f"{lever}.misses_added", missed, 6)
             add(f"{lever}.tpot_p99_ms", [rows[f"rose/{lever}/{seed}"]["tpot_p99_ms"] for seed in SEEDS], 1)
-            if lever == "none":
+            if lever in ("none", *BESIDE.values()):
                 most_without = most
                 continue
+            if lever in BESIDE:
+                own, its = ([rows[f"rose/{name}/{seed}"] for seed in SEEDS] for name in (lever, beside))
+                same, _ = add(
+                    f"{lever}.length", [a["length"] / b["length"] for a, b in zip(own, its, strict=True)]
+                )
+                add(f"{lever}.short_length", [row["short_length"] for row in own])
+            else:
+                same = 1.0
             for system in SYSTEMS:
                 if system == "fixed" and lever in OF_ROSE:
                     continue
-                gains = [step_s(system, "none", seed) / step_s(system, lever, seed) for seed in SEEDS]
+                gains = [step_s(system, beside, seed) / step_s(system, lever, seed) for seed in SEEDS]
                 low, _ = add(f"{lever}.{system}_gain", gains)
                 safe = system == "fixed" or most <= max(most_without, MOST_ADDED)
-                summary[f"{cell.name}.{lever}.pays_on_{system}"] = low > 1 and safe
+                summary[f"{cell.name}.{lever}.pays_on_{system}"] = low > 1 and safe and same >= SAME_LENGTH
     return summary
 
 
@@ -216,7 +255,7 @@ def main() -> int:
         (c, s, lever, seed)
         for c in cells
         for seed in SEEDS
-        for lever in LEVERS
+        for lever in levers_of(c)
         for s in SYSTEMS
         if key_of(s, lever) == f"{s}/{lever}"
     ]

@@ -8,6 +8,8 @@ many are started as the running share of usable groups calls for.
 With ``job.streamed`` the trainer works on groups as they end (:meth:`SimJob._trained_s`), and what is left when the batch is complete is
 the last of them.
 
+With ``job.tail_groups`` short and long rounds take turns (:mod:`rose.policy.tail_batching`).
+
 Where trajectories hold slots (:class:`rose.sim.systems.System`), no more of them are under way than the engines have slots.
 
 Invariants: each trajectory is created once and ends once (finished, cancelled or still running); at most one batch trains.
@@ -34,6 +36,7 @@ from rose.policy.samples import (
     TrajectoryFinished,
 )
 from rose.policy.staleness import worst_lag
+from rose.policy.tail_batching import TailBatching
 from rose.sim.cluster import SimCluster
 from rose.sim.events import EventDigest, EventQueue
 from rose.sim.scenario import Scenario
@@ -64,6 +67,8 @@ class SimStep:
     harvested: int = 0
     lag: int = 0
     """Versions that the stalest trained token lay behind."""
+    long: bool = False
+    """A long round of tail batching."""
     tail_s: float = math.nan
     """From 75 % of the batch's trajectories to the batch."""
 
@@ -71,6 +76,7 @@ class SimStep:
 @dataclass(slots=True)
 class _Group:
     number: int
+    name: str
     running: int
     members: list[str] = field(default_factory=lambda: list[str]())
     done: list[tuple[str, Version | None, int]] = field(
@@ -150,6 +156,7 @@ class SimJob:
                 field="job.streamed",
                 fix="false, or a system that does not borrow them",
             )
+        self._batching = self._tail_batching()
         self._training = False
         self._trainer_free_s = 0.0
         """When the last optimiser step ended: gradients of the next are of its weights."""
@@ -158,6 +165,22 @@ class SimJob:
         self._next_turn = 0
         self._sampled_before: dict[str, int] = {}
         self.num_cancelled = 0
+
+    def _tail_batching(self) -> TailBatching | None:
+        config = self.config
+        if not config.tail_groups:
+            return None
+        if self.asynchronous or config.algorithm == "dapo" or self.scenario.trajectories_in_flight:
+            raise ConfigError(
+                "short and long rounds are of synchronous steps that begin what they take",
+                field="job.tail_groups",
+                fix="0, or GRPO with synchronous training",
+            )
+        return TailBatching(
+            num_groups=config.num_groups,
+            extra_groups=config.tail_groups,
+            extra_members=config.tail_members,
+        )
 
     # --- a step ----------------------------------------------------------------------------------------
 
@@ -174,10 +197,20 @@ class SimJob:
         self.journal.write(now_s, "step", number)
         self.cluster.step_started()
         self.hooks.rollouts_begin(self.name, number)
-        self._fill()
+        if self._batching is None:
+            self._fill()
+            return
+        this = self._batching.begin()
+        self.steps[-1].long = this.is_long
+        for group in this.again:
+            self._start_group(group)
+        for _ in range(this.num_new):
+            self._start_group(extra_members=this.extra_members)
 
     def _fill(self) -> None:
         """Start as many groups as this moment calls for."""
+        if self._batching is not None:
+            return  # a round begins with all that it has
         config = self.config
         load = self.scenario.trajectories_in_flight
         if load is not None:
@@ -198,13 +231,17 @@ class SimJob:
         while len(self._groups) < room / max(0.1, self._accepted):
             self._start_group()
 
-    def _start_group(self) -> None:
-        number = self._num_groups
-        self._num_groups += 1
-        group = _Group(number, self.config.group_size)
+    def _start_group(self, again: int | None = None, extra_members: int = 0) -> None:
+        """A new one, or the one of this number ``again``, from its beginning."""
+        number, name = self._num_groups, f"{self.prefix}g{self._num_groups}"
+        if again is None:
+            self._num_groups += 1
+        else:
+            number, name = again, f"{self.prefix}g{again}again"
+        group = _Group(number, name, self.config.group_size + extra_members)
         self._groups[number] = group
-        for member in range(self.config.group_size):
-            name = f"{self.prefix}g{number}.{member}"
+        for member in range(group.running):
+            name = f"{group.name}.{member}"
             script = make_script(self.config, self.seed, number, member)
             trajectory = _Trajectory(name, script, group, prompt=script.prompt_tokens)
             self._running[name] = trajectory
@@ -213,7 +250,7 @@ class SimJob:
                 TrajectoryCreated(
                     trajectory_id=name,
                     job=self.name,
-                    group_id=f"{self.prefix}g{number}",
+                    group_id=group.name,
                     group_size=self.config.group_size,
                 )
             )
@@ -239,7 +276,7 @@ class SimJob:
         self.cluster.submit(
             trajectory.turn_id,
             trajectory.name,
-            f"{self.prefix}g{trajectory.group.number}",
+            trajectory.group.name,
             trajectory.prompt,
             trajectory.script.outputs[trajectory.turn],
             first=trajectory.turn == 0,
@@ -274,7 +311,11 @@ class SimJob:
         self._finished_s[trajectory.name] = now_s
         self._tokens[trajectory.name] = trajectory.prompt
         group.done.append((trajectory.name, trajectory.oldest, trajectory.prompt))
-        if not group.running:
+        if len(group.done) == self.config.group_size:
+            for surplus in [other for other in self._running.values() if other.group is group]:
+                self.steps[-1].cancelled += 1
+                self._drop(surplus, "surplus")
+                self.cluster.cancel(surplus.turn_id, "surplus")
             self._group_done(group, now_s)
         self._begin_waiting()
 
@@ -315,7 +356,7 @@ class SimJob:
                 TrajectoryCreated(
                     trajectory_id=name,
                     job=self.name,
-                    group_id=f"{self.prefix}g{group.number}",
+                    group_id=group.name,
                     group_size=self.config.group_size,
                 )
             )
@@ -376,6 +417,8 @@ class SimJob:
                 for name, _, _ in group.done:
                     step.cancelled += 1
                     self._cancel_sample(name, "redundant")
+            if self._batching is not None:
+                self._batching.end(self._groups)
             self._groups.clear()
             self._waiting.clear()
         self.journal.write(now_s, "train", step.number, step.tokens)

@@ -186,6 +186,11 @@ class JobSection(Section):
     an engine; the first to end stands (``rose.policy.copies``).  Where ROSE's scheduler places turns."""
     copy_ratio: Positive = 1.0
     """A copy may be expected to take so many times as long as the turn's own rest."""
+    tail_groups: int = Field(default=0, ge=0, le=65536)
+    """Groups that a short round begins beyond its batch; those that are not complete with it wait for a long round (``rose.policy.tail_batching``).  0: all
+    rounds are alike."""
+    tail_members: int = Field(default=0, ge=0, le=4096)
+    """Members that a group of a short round has beyond ``group_size``; the first to end are taken, which favours short ones."""
     fixed_slots: Literal["trajectory", "turn"] = "trajectory"
     """What holds a slot of the fixed systems' engines; see :class:`rose.sim.systems.System`."""
     max_model_len: int = Field(default=32768, ge=64)
@@ -197,6 +202,8 @@ class JobSection(Section):
     def _keep(self) -> Self:
         if self.keep_low > self.keep_high:
             raise ValueError("keep_low is above keep_high")
+        if self.tail_members and not self.tail_groups:
+            raise ValueError("tail_members is of short rounds, which tail_groups makes")
         if self.prompt_tokens + 1 >= self.max_model_len:
             raise ValueError("prompt_tokens leaves no room in max_model_len")
         return self

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.sim import levers
+from benchmarks.sim.levers import levers_of
 from benchmarks.sim.paper_cells import CELLS, Cell, Setting, scenario_of
 
 CELL = next(cell for cell in CELLS if cell.name == "grpo_8b_256_quiet")
@@ -22,6 +23,8 @@ def rows(late: dict[str, int], step_s: dict[str, float]) -> dict[str, dict[str, 
                 found[f"{key}/{seed}"] = {
                     "step_s": step_s.get(key, 100.0) + 0.01 * seed,
                     "end_s": 300.0,
+                    "length": 3000.0 if lever == "surplus" else 4000.0,
+                    "short_length": 0.8 if lever == "batching" else 1.0,
                     "tpot_p99_ms": 50.0 if lever == "rounds" else 20.0,
                     "late": [(number, 10.0) for number in range(late.get(key, 0))],
                 }
@@ -32,6 +35,7 @@ def rows(late: dict[str, int], step_s: dict[str, float]) -> dict[str, dict[str, 
 def summary() -> dict[str, Any]:
     late = {"rose/stops": 400, "rose/none": 1}
     took = {"rose/none": 80.0, "rose/streamed": 70.0, "rose/stops": 70.0, "fixed/streamed": 90.0}
+    took |= {"rose/longer": 60.0, "rose/batching": 50.0, "rose/surplus": 40.0}
     return levers.conclude({CELL.name: rows(late, took)})
 
 
@@ -69,6 +73,26 @@ def test_wide_engines_are_made_of_the_job_s_own_gpus(cell: Cell) -> None:
     assert fleet.dedicated * fleet.rollout_gpus + fleet.wide * fleet.wide_gpus == gpus
     assert fleet.wide_gpus == gpus // 2 > fleet.rollout_gpus
     assert fleet.dedicated > 0
+
+
+def test_short_and_long_rounds_are_compared_with_as_many_steps_and_say_whom_they_train_on(
+    summary: dict[str, Any],
+) -> None:
+    assert told(summary, "batching.rose_gain") == pytest.approx(62.065 / 52.065, abs=1e-3)
+    assert told(summary, "batching.length") == 1.0
+    assert told(summary, "batching.short_length") == 0.8
+    assert told(summary, "batching.pays_on_rose")
+    assert told(summary, "surplus.rose_gain_low") > 1
+    assert not told(summary, "surplus.pays_on_rose")  # it trains on less
+    assert f"{CELL.name}.longer.rose_gain" not in summary
+    scenario, _ = scenario_of(CELL, "rose", Setting(system="rose", tensor_parallel=8), 1000)
+    assert levers.with_lever(scenario, "batching").num_steps == 6
+    assert levers.with_lever(scenario, "none").num_steps == 2
+
+
+def test_dapo_has_no_short_and_long_rounds() -> None:
+    dapo = next(cell for cell in CELLS if cell.job == "dapo_8b")
+    assert set(levers_of(CELL)) - set(levers_of(dapo)) == {"longer", "batching", "surplus"}
 
 
 def test_what_a_lever_costs_production_s_tokens_stands_beside_it(summary: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, line:
         ("[lending]\nheadroom = 0.2", "lending.headroom.*unknown key"),
         ("[lending]\nmin_headroom_fraction = 7.0", "less than or equal to 1"),
         ("[scheduler]\noldest_first = 1.0", "did you mean 'oldest_first_s'"),
+        ("[job]\ntail_members = 4", "which tail_groups makes"),
         ("[job]\nprompt_tokens = 40000", "no room"),
         ("[serving]\nprompt_median = 99999", "prompt_median is above"),
         ("duration_s = nan", "greater than 0|finite"),

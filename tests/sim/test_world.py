@@ -245,6 +245,53 @@ def test_copies_of_running_turns_shorten_no_turn_and_what_is_sampled_twice_is_co
     assert began == counters.copies
 
 
+def test_short_rounds_put_long_groups_by_for_a_long_round_and_train_on_all_of_them_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    job = {**TINY["job"], "algorithm": "grpo", "num_groups": 4}
+    plain, batched = (
+        simulate(
+            tiny(job={**job, "tail_groups": extra}, num_steps=6, duration_s=7200.0),
+            "rose",
+            journal_path=path,
+            check=True,
+        )
+        for extra in (0, 2)
+    )
+
+    assert [step.long for step in batched.steps] == [False, False, True] * 2
+    assert {step.trajectories for step in batched.steps} == {16}
+    # The same groups in another order, whole.
+    assert sum(step.tokens for step in batched.steps) == sum(step.tokens for step in plain.steps)
+    short, long = (
+        [step.tokens for step in batched.steps if step.long is is_long] for is_long in (False, True)
+    )
+    assert sum(short) / len(short) < sum(long) / len(long)
+    done = [line.split()[2] for line in path.open() if line.split()[1] == "group"]
+    assert sorted(map(int, done)) == list(range(24))
+
+
+def test_members_beyond_a_group_are_given_up_when_it_is_whole_and_the_shorter_ones_stay() -> None:
+    job = {**TINY["job"], "algorithm": "grpo", "num_groups": 4, "tail_groups": 2}
+    few, many = (
+        simulate(tiny(job={**job, "tail_members": extra}, duration_s=3600.0), "rose", check=True)
+        for extra in (0, 3)
+    )
+
+    assert {step.trajectories for step in many.steps} == {16}
+    assert sum(step.tokens for step in many.steps) < sum(step.tokens for step in few.steps)
+
+
+@pytest.mark.parametrize(
+    ("system", "change"), [("fixed_async", {}), ("rose", {"algorithm": "dapo"})], ids=["asynchronous", "dapo"]
+)
+def test_short_and_long_rounds_are_of_synchronous_steps(system: str, change: dict[str, Any]) -> None:
+    job = {**TINY["job"], "algorithm": "grpo", "tail_groups": 2, **change}
+    with pytest.raises(ConfigError, match=r"job\.tail_groups"):
+        simulate(tiny(job=job), system)
+
+
 def test_misses_are_judged_request_by_request_over_the_window_of_both_runs() -> None:
     arrived_s = [0.0, 10.0, 20.0, 30.0, 100.0]
     late, alone = {0: 0.0, 1: 10.0, 4: 100.0}, {1: 10.0, 3: 30.0}
