@@ -5,14 +5,28 @@ A script says how long a turn is, so a turn and its copy are equally long here, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rose.policy import turn_events as te
 from rose.policy.copies import MARK, Copies, CopyParams
 from rose.policy.turn import Turn
+from rose.policy.turns import TurnBook
+from rose.sim.events import EventDigest
+from rose.sim.node import Counters, SimNode
 
-if TYPE_CHECKING:
-    from rose.sim.cluster import SimCluster
+
+class Cluster(Protocol):
+    """What copies need of the fleet that they run on."""
+
+    book: TurnBook
+    nodes: dict[str, SimNode]
+    counters: Counters
+    journal: EventDigest
+    targets: dict[str, tuple[int, int, str, str]]
+
+    def feed(self, event: te.Event) -> None: ...
+
+    def cancel(self, turn_id: str, reason: str) -> None: ...
 
 
 class SimCopies:
@@ -20,7 +34,7 @@ class SimCopies:
     cluster: Whose turns are copied, after each of its ticks.
     """
 
-    def __init__(self, cluster: SimCluster, params: CopyParams) -> None:
+    def __init__(self, cluster: Cluster, params: CopyParams) -> None:
         self._cluster = cluster
         self._copies = Copies(book=cluster.book, params=params)
         self._begun_with: dict[str, tuple[str, int]] = {}
