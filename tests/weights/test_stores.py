@@ -85,7 +85,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
         return
     tokens = Tokens.generate()
     with RelayThread(files, tokens) as relay:
-        client = HttpStore(relay.url, tokens.publish, patience_s=2)
+        # A closed store's poll ends by itself, half of timeout_s after it began.
+        client = HttpStore(relay.url, tokens.publish, timeout_s=6.0, patience_s=2)
         yield client
         client.close()
 
