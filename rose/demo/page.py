@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib import resources
+from importlib.resources import files
 from itertools import accumulate
 from string import Template
 
@@ -59,6 +59,7 @@ from rose.evaluation.charts import (
     nice_ticks,
     timeline,
 )
+from rose.evaluation.page import style
 from rose.units import format_bytes, format_s
 
 ARM_NAMES = {ALONE_1: "off, one half", ALONE_2: "off, other half", SHARED: "on"}
@@ -68,8 +69,9 @@ MAX_DISTRIBUTION_POINTS = 400
 
 def render_html(result: DemoResult) -> str:
     """The whole page."""
-    template = resources.files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
+    template = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(
+        style=style(),
         verdict=_verdict(result),
         tiles=_tiles(result),
         timeline=_timeline(result),

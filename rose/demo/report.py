@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from rose.demo.page import render_html
 from rose.demo.result import DemoResult, summarize
+from rose.evaluation.page import write_whole
 
 
 def write_report(result: DemoResult, directory: Path) -> tuple[Path, Path]:
@@ -26,8 +26,8 @@ def write_report(result: DemoResult, directory: Path) -> tuple[Path, Path]:
     details["latency"].pop("distributions")
     document = {"schema": 1, "summary": summarize(result), "details": finite(details)}
     json_path, html_path = directory / "report.json", directory / "report.html"
-    _replace(json_path, json.dumps(document, indent=2, allow_nan=False) + "\n")
-    _replace(html_path, render_html(result))
+    write_whole(json_path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    write_whole(html_path, render_html(result))
     return json_path, html_path
 
 
@@ -40,9 +40,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rose.evaluation.charts import Series, legend, line_chart, linear_axis
+from rose.evaluation.page import whole_page, write_whole
 from rose.sim.arrivals import daily
 from rose.sim.cells import CellResult, run_cell
 from rose.sim.hardware import Hardware
@@ -202,18 +201,14 @@ def write_fleet_report(result: FleetResult, directory: Path) -> list[Path]:
         dots=False,
     )
     keys = [(colours[index % len(colours)], system.name) for index, system in enumerate(result.systems)]
-    page = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
-    style = page[page.index("<style>") : page.index("</style>") + len("</style>")]
-    html = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(result.scenario.name)}</title>'
-        f"{style}</head><body><main><h1>{escape(result.scenario.title or result.scenario.name)}</h1>"
+    body = (
+        f"<h1>{escape(result.scenario.title or result.scenario.name)}</h1>"
         '<p class="lead">Simulated: serving as a fluid, rollouts by sampled cells.</p>'
         f"<section><h2>Sampled tokens per second</h2>{chart}{legend(keys)}</section>"
-        f"<section><pre>{escape(result.text)}</pre></section></main></body></html>\n"
+        f"<section><pre>{escape(result.text)}</pre></section>"
     )
+    html = whole_page(result.scenario.name, body)
     paths = [directory / "fleet.json", directory / "fleet.html"]
     for path, text in zip(paths, (json.dumps(data, indent=1) + "\n", html), strict=True):
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text)
     return paths

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 from rose.evaluation.charts import Band, Range, Series, legend, line_chart, linear_axis, tornado
+from rose.evaluation.page import whole_page, write_whole
 from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, CapacityPlan, RiskVerdict
 from rose.sim.plan_words import (
     NAMES,
@@ -36,17 +35,13 @@ def write_plan(plan: CapacityPlan, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / "plan.html", directory / "plan.json"]
     for path, content in zip(paths, (render(plan), json.dumps(document(plan), indent=1) + "\n"), strict=True):
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, content)
     return paths
 
 
 def render(plan: CapacityPlan) -> str:
     """The page; nothing in it is fetched from elsewhere."""
     fleet, serving = plan.scenario.fleet, plan.scenario.serving
-    style = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
-    style = style[style.index("<style>") : style.index("</style>") + len("</style>")]
     measure = "".join(f"<li>{_code(line)}</li>" for line in measure_next(plan))
     what, why = answer(plan)
     most = matters_most(plan)
@@ -121,11 +116,7 @@ def render(plan: CapacityPlan) -> str:
         _section("How worth is computed", "", _worth_explained(plan)),
         _section("What this rests on", "", _basis(plan)),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(plan.scenario.name)}: plan</title>{style}</head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return whole_page(f"{plan.scenario.name}: plan", "".join(parts))
 
 
 def _tiles(plan: CapacityPlan) -> str:

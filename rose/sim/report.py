@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from rose.evaluation.charts import Series, bar_chart, legend, line_chart, linear_axis
+from rose.evaluation.page import whole_page, write_whole
 from rose.sim.summary import COLUMNS, Row, percentiles_over_time, summarize
 from rose.sim.world import SimResult
 
@@ -53,7 +53,7 @@ def write_reports(
     """All four files, each replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in ("sim.json", "sim.csv", "sim.html", "trace.json")]
-    _replace(paths[0], json.dumps(document(runs), indent=1) + "\n")
+    write_whole(paths[0], json.dumps(document(runs), indent=1) + "\n")
     temporary = paths[1].with_name("sim.csv.new")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -62,8 +62,8 @@ def write_reports(
             row = summarize(run)
             writer.writerow([run.system.name, *("" if row[key] is None else row[key] for key in COLUMNS)])
     os.replace(temporary, paths[1])
-    _replace(paths[2], render(runs))
-    _replace(paths[3], json.dumps(chrome_trace(runs, window)))
+    write_whole(paths[2], render(runs))
+    write_whole(paths[3], json.dumps(chrome_trace(runs, window)))
     return paths
 
 
@@ -130,13 +130,7 @@ def render(runs: Sequence[SimResult]) -> str:
         _section("All figures", "", _table(runs, rows, speedups)),
         _section("Scenario", "", f"<pre>{escape(scenario.model_dump_json(indent=1))}</pre>"),
     ]
-    style = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
-    style = style[style.index("<style>") : style.index("</style>") + len("</style>")]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(scenario.name)}: simulation</title>{style}</head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return whole_page(f"{scenario.name}: simulation", "".join(parts))
 
 
 def _tiles(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
@@ -242,9 +236,3 @@ def _seconds(value: float) -> str:
 
 def _minutes(value: float) -> str:
     return f"{value / 60:.0f}"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
