@@ -20,10 +20,10 @@ from rose.errors import RoseError, TrainError
 from rose.train.build import torch_trainer
 from rose.train.env_manager import EnvManager, eval_job, family_of
 from rose.train.envs.base import Task
-from rose.train.held_out import summary_of
+from rose.train.evaluation import EvalEpisode, Part, parts_of, told_of
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
-from rose.train.rollout import HeldOutEpisode, RolloutReport
+from rose.train.rollout import RolloutReport
 from rose.train.room import LOOK_EVERY_S, Room
 from rose.train.train_config import RewardSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
@@ -47,7 +47,7 @@ class ActorDied(Exception):
 
 
 class EvaluationFailed(TrainError):
-    """Held-out episodes failed too often.  The step before them stands."""
+    """Episodes of an evaluation failed too often.  The step before them stands."""
 
 
 class Actors:
@@ -69,11 +69,18 @@ class Actors:
         )
         self.shapes = TaskShapes()
         wanted = config.eval.every_steps or config.eval.at_end
-        self.held_out: list[tuple[str, Task]] = [
-            (name, task)
-            for name, family in families.items()
-            for task in (family.held_out_tasks(config.eval.num_tasks) if wanted else ())
-        ]
+        self._eval_tasks: dict[Part, list[tuple[str, Task]]] = {}
+        """What an evaluation plays, by part of it."""
+        for part in parts_of(config.eval, config.rollout.temperature) if wanted else ():
+            self._eval_tasks[part] = [
+                (name, task)
+                for name, family in families.items()
+                for task in (
+                    family.tasks()[: config.eval.num_training_tasks]
+                    if part.of_training
+                    else family.held_out_tasks(config.eval.num_tasks)
+                )
+            ]
         self.step = 0
         self.attempt = 0
         self.num_restarts = 0
@@ -275,29 +282,34 @@ class Actors:
         return await answer_of(self._trainer.begin.remote())
 
     async def evaluate(self) -> dict[str, Any]:
-        """Play the held-out tasks on the current weights; their mean, and the versions that played.
+        """Play the tasks of an evaluation on the current weights; what it says, and the version that played them all.
 
         Raises:
             EvaluationFailed: Episodes failed too often.
             TrainError: An episode was played by other weights than those that it was pinned to.
         """
         version = await answer_of(self._trainer.pin.remote(eval_job(self.config)))
-        parts = [self.held_out[index :: self.num_managers] for index in range(self.num_managers)]
+        shares = [
+            (part, manager, share)
+            for part, tasks in self._eval_tasks.items()
+            for index, manager in enumerate(self._managers)
+            if (share := tasks[index :: self.num_managers])
+        ]
         try:
             found = await asyncio.gather(
-                *(
-                    answer_of(manager.evaluate.remote(part))
-                    for manager, part in zip(self._managers, parts, strict=True)
-                    if part
-                )
+                *(answer_of(manager.evaluate.remote(part, share)) for part, manager, share in shares)
             )
         except RoseError as error:
             raise EvaluationFailed(error.message, field=error.field, fix=error.fix) from error
-        scores: list[list[HeldOutEpisode]] = list(found)
-        played = sorted({one for part in scores for score in part for one in score.versions})
-        if played and played != [version]:
-            raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")
-        told = summary_of(scores, self.config.eval.pass_at)
+        episodes: dict[str, list[list[EvalEpisode]]] = {}
+        for (part, _, _), played in zip(shares, found, strict=True):
+            episodes.setdefault(part.name, []).append(played)
+        versions = sorted({one for played in found for episode in played for one in episode.versions})
+        if versions and versions != [version]:
+            raise TrainError(
+                f"episodes of an evaluation pinned to {version} were played by {versions}", field="eval"
+            )
+        told = told_of(episodes, self.config.eval.pass_at)
         await answer_of(self._trainer.note_success.remote(told["success_rate"]))
         return {"version": version, **told}
 

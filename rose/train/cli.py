@@ -21,7 +21,7 @@ from rich.progress import (
 
 from rose.auth import Tokens
 from rose.config import load_config
-from rose.train.held_out import told_in_short
+from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
 
 _WATCH_S = 1.0

@@ -17,9 +17,10 @@ from rose.train.client import SchedulerClient
 from rose.train.envs.base import Family, Task
 from rose.train.envs.delayed import EnvLatency
 from rose.train.envs.registry import make_family
+from rose.train.evaluation import EvalEpisode, Part
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
-from rose.train.rollout import EpisodeParams, EpisodeRunner, HeldOutEpisode, RolloutReport, single_token_ids
+from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, single_token_ids
 from rose.train.train_config import JobTask, RewardSettings, TrainConfig
 
 T = TypeVar("T")
@@ -54,9 +55,10 @@ class EnvManager:
         self._pools: dict[str, RewardPool] = {}
         self._slots = asyncio.Semaphore(config.env.concurrency)
         # Of their own: the trainer waits for an evaluation, and in line behind every episode begun it would wait for steps.
-        self._held_out_slots = asyncio.Semaphore(config.env.concurrency)
+        self._eval_slots = asyncio.Semaphore(config.env.concurrency)
         self._runners: dict[str, EpisodeRunner] = {}
-        self._evaluators: dict[str, EpisodeRunner] = {}
+        self._evaluators: dict[tuple[str, float], EpisodeRunner] = {}
+        """By name of the task and temperature."""
 
     async def pid(self) -> int:
         return os.getpid()
@@ -110,19 +112,20 @@ class EnvManager:
         found = await _all(runners[name].run(part) for name, part in by_task.items())
         return sum(found, RolloutReport(num_episodes=0, num_turns=0, num_retries=0))
 
-    async def evaluate(self, tasks: Sequence[tuple[str, Task]]) -> list[HeldOutEpisode]:
-        """Play held-out episodes, ``(name of the task, task)``, under a job of their own."""
-        job, count = eval_job(self._config), self._config.eval.episodes_per_task
+    async def evaluate(self, part: Part, tasks: Sequence[tuple[str, Task]]) -> list[EvalEpisode]:
+        """Play episodes of an evaluation, ``(name of the task, task)``, under a job of their own."""
+        job, heat = eval_job(self._config), part.temperature
         by_task: dict[str, list[Task]] = {}
         for name, task in tasks:
             by_task.setdefault(name, []).append(task)
         for name in by_task:
-            if name not in self._evaluators:
-                temperature = self._config.eval.temperature
-                self._evaluators[name] = self._make_runner(name, temperature, self._held_out_slots)
+            if (name, heat) not in self._evaluators:
+                self._evaluators[name, heat] = self._make_runner(name, heat, self._eval_slots)
         found = await _all(
-            self._evaluators[name].evaluate(part, job=job, episodes_per_task=count)
-            for name, part in by_task.items()
+            self._evaluators[name, heat].evaluate(
+                own, job=job, part=part.name, episodes_per_task=part.episodes_per_task
+            )
+            for name, own in by_task.items()
         )
         return [score for part in found for score in part]
 
@@ -217,5 +220,5 @@ def family_of(task: JobTask) -> Family:
 
 
 def eval_job(config: TrainConfig) -> str:
-    """Name under which held-out episodes run, so that no trainer leases them."""
+    """Name under which episodes of an evaluation run, so that no trainer leases them."""
     return f"{config.job}-eval"

@@ -304,7 +304,14 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     }
     for tier, counts in (record.get("tiers") or {}).items():
         found |= {f"tier/{tier}_{name}": float(value) for name, value in counts.items()}
-    for board, told in (("eval", record.get("eval") or {}), ("task", {"tasks": record.get("tasks") or {}})):
+    evaluated = record.get("eval") or {}
+    boards = {"eval": evaluated, "task": {"tasks": record.get("tasks") or {}}}
+    boards |= {
+        f"eval_{name}": part
+        for name, part in evaluated.items()
+        if isinstance(part, Mapping) and name != "tasks"
+    }
+    for board, told in boards.items():
         found |= {f"{board}/{k}": float(v) for k, v in told.items() if isinstance(v, int | float)}
         for task, values in (told.get("tasks") or {}).items():
             found |= {f"{board}/{task}_{name}": float(value) for name, value in values.items()}

@@ -40,7 +40,9 @@ from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
 from rose.train.device_loan import DeviceLoan
 from rose.train.env_manager import family_of
+from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
+from rose.train.metrics import records_of
 from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import RolloutReport, single_token_ids
@@ -176,9 +178,15 @@ async def _steps(
     held_out: float | None = None
     evaluation: _Evaluation | None = None
 
-    def tell(record: Mapping[str, Any]) -> None:
+    recent = Recent(config.eval.average_over)
+    for earlier in records_of(config.output_dir / "metrics.jsonl"):
+        if "eval" in earlier:
+            recent.add(earlier["step"], earlier["eval"])
+
+    def tell(record: dict[str, Any]) -> None:
         nonlocal held_out
         if "eval" in record:
+            record["eval"]["recent"] = recent.add(record["step"], record["eval"])
             held_out = record["eval"]["success_rate"]
         logs.write(record)
         progress(record)
@@ -240,7 +248,7 @@ async def _steps(
 
 
 class _Evaluation:
-    """Held-out episodes on the weights of now, under way, and the record of the step that made these weights."""
+    """Episodes of an evaluation on the weights of now, under way, and the record of the step that made these weights."""
 
     def __init__(self, actors: Actors, record: dict[str, Any]) -> None:
         self.record = record

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from rose.train.constrained import constraints_on
 UNKNOWN_TIER = "unknown"
 
 
+MAX_LINE_BYTES = 1 << 24
+"""Longer ones are read as pieces, none of which is a record."""
 QUANTILES = 4
 """Lengths are shown by quarters, the shortest first."""
 
@@ -172,6 +174,22 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a file of metrics, in order, those of steps that were taken again too; nothing where there is no file."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(MAX_LINE_BYTES):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # torn by a crash
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
 
 
 def _table(value: Any) -> Mapping[str, Any]:

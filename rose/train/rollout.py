@@ -55,6 +55,7 @@ from rose.errors import (
 )
 from rose.train.client import SchedulerClient, StartedTrajectory
 from rose.train.envs.base import Environment, Family, Message, Observation, Task
+from rose.train.evaluation import EvalEpisode
 from rose.train.plan import GroupPlan
 
 logger = logging.getLogger(__name__)
@@ -128,19 +129,6 @@ class RolloutReport:
             causes=Counter(self.causes) + Counter(other.causes),
             failures=self.failures + other.failures,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOutEpisode:
-    """One held-out episode."""
-
-    task_index: int
-    reward: float
-    success: bool
-    num_turns: int
-    versions: tuple[str, ...]
-    """Weight versions that its tokens were sampled with."""
-    task_kind: str = ""
 
 
 class Rewarder(Protocol):
@@ -242,19 +230,19 @@ class EpisodeRunner:
         )
 
     async def evaluate(
-        self, tasks: Sequence[Task], *, job: str, episodes_per_task: int
-    ) -> list[HeldOutEpisode]:
-        """Play held-out episodes that no trainer is handed.  One that keeps failing is an error, not a zero.
+        self, tasks: Sequence[Task], *, job: str, part: str, episodes_per_task: int
+    ) -> list[EvalEpisode]:
+        """Play episodes that no trainer is handed, under the name ``part``.  One that keeps failing is an error, not a zero.
 
         Raises:
             TrainError: An environment or a reward failed too often.
             RoseError: The scheduler refused.
         """
 
-        async def one(index: int) -> HeldOutEpisode:
-            name = f"eval-{self._params.task_kind}-{index}"
+        async def one(index: int) -> EvalEpisode:
+            name = f"{part}-{self._params.task_kind}-{index}"
             final, num_turns, trace = await self.play(tasks[index], job=job, group_id=name)
-            return HeldOutEpisode(
+            return EvalEpisode(
                 task_index=index,
                 reward=final.reward,
                 success=final.success,

@@ -198,15 +198,23 @@ class LendSettings(Section):
 
 
 class EvalSettings(Section):
-    """Held-out tasks, played by one version between two steps.  Nobody trains on them."""
+    """Held-out tasks, and training tasks beside them, played by one version between two steps.  Nobody trains on these episodes."""
 
     every_steps: int = Field(default=0, ge=0)
     """0 = only where asked for by ``at_end``."""
     at_end: bool = False
     num_tasks: int = Field(default=32, ge=1)
+    """Held-out ones, of each task of a job that has several."""
+    num_training_tasks: int = Field(default=0, ge=0)
+    """Training tasks that are played on the same weights: the first ones, the same each time.  0 = none, and no gap is told."""
     episodes_per_task: int = Field(default=1, ge=1, le=1024)
+    sampled_episodes: int = Field(default=0, ge=0, le=1024)
+    """Episodes of each of these tasks that are also played at ``rollout.temperature``, as training samples.  0 = none."""
+    average_over: int = Field(default=10, ge=1, le=1000)
+    """Evaluated versions, the newest included, over which means are told beside each evaluation."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=16)
-    """Values of ``k`` for which pass@k is reported, the chance that one of ``k`` episodes succeeds; at most ``episodes_per_task``."""
+    """Values of ``k`` for which pass@k is reported, the chance that one of ``k`` episodes succeeds; at most ``episodes_per_task`` or
+    ``sampled_episodes``, and told of the episodes that are enough for it."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """0 = greedy, where all episodes of a task are alike unless its environment plays dice."""
     background: bool = False
@@ -215,9 +223,9 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _episodes_for_pass(self) -> Self:
-        if self.pass_at and max(self.pass_at) > self.episodes_per_task:
+        if self.pass_at and max(self.pass_at) > max(self.episodes_per_task, self.sampled_episodes):
             k = max(self.pass_at)
-            raise ValueError(f"pass_at {k} needs episodes_per_task of {k} at least")
+            raise ValueError(f"pass_at {k} needs episodes_per_task or sampled_episodes of {k} at least")
         return self
 
 

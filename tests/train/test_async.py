@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, policy_model: Path) -> Iterato
             env={"settings": {"num_maps": 4}, "num_managers": 2, "latency": {"median_s": 0.05, "sigma": 1.0}},
             reward={"kind": "tests.train.ray_world:reward_of_length", "max_workers": 2},
             trainer={"algorithm": "dapo", "keep_checkpoints": 100, "dynamic_sampling": {"max_rounds": 3}},
-            eval={"at_end": True, "num_tasks": 3, "temperature": 0.0},
+            eval={"at_end": True, "num_tasks": 3, "num_training_tasks": 2, "sampled_episodes": 2},
             export=True,
             ray={"temp_dir": str(ray_dir)},
         )
@@ -138,6 +138,7 @@ def test_groups_that_teach_nothing_are_set_aside(run: Run) -> None:
 def test_the_evaluation_is_pinned_to_the_last_version(run: Run) -> None:
     found = run.lines[-1]["eval"]
     assert (found["version"], found["num_episodes"]) == (f"2.{NUM_STEPS}", 3)
+    assert (found["training"]["num_episodes"], found["sampled_training"]["num_episodes"]) == (2, 4)
     assert run.result.success_held_out == found["success_rate"]
     assert all("eval" not in line for line in run.lines[:-1])
 

@@ -14,6 +14,7 @@ from rose.errors import ConfigError
 from rose.train.actors import Actors
 from rose.train.loop import check_job
 from rose.train.train_config import TrainConfig
+from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run
 from tests.train.ray_world import job_table
 from tests.train.world import World, running_world
@@ -97,6 +98,39 @@ async def test_a_death_costs_the_evaluation_in_the_background_and_no_line(
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     assert (result.num_steps, result.num_restarts) == (3, 1)
     assert_applied_once(world, config)
+
+
+async def test_training_and_held_out_tasks_are_played_greedily_and_sampled_by_one_version(
+    world: World,
+) -> None:
+    """And the next driver's means go on with what the first one found."""
+    evaluation = {
+        "every_steps": 1,
+        "num_tasks": 3,
+        "num_training_tasks": 2,
+        "sampled_episodes": 2,
+        "average_over": 2,
+        "background": True,
+    }
+    played: dict[str, set[str]] = {}
+
+    def prepare(actors: LocalActors) -> None:
+        tasks = {part.name: [task for _, task in drawn] for part, drawn in actors._eval_tasks.items()}
+        played.update({name: {json.dumps(task) for task in drawn} for name, drawn in tasks.items()})
+
+    first, _, _ = await run(world, {}, prepare=prepare, num_steps=2, eval=evaluation)
+    told = first.records[-1]["eval"]
+    assert told["version"] == "1.2"
+    counts = {name: told[name]["num_episodes"] for name in ("training", "sampled", "sampled_training")}
+    assert (told["num_episodes"], counts) == (3, {"training": 2, "sampled": 6, "sampled_training": 4})
+    assert told["gap"] == told["training"]["success_rate"] - told["success_rate"]
+    assert played["training"] == played["sampled_training"]
+    assert not played["training"] & played["held_out"]
+    again, _, _ = await run(world, {}, num_steps=3, eval=evaluation)
+    (one,) = (record["eval"] for record in again.records)
+    assert one["version"] == "2.3"
+    assert one["recent"]["num_versions"] == 2
+    assert one["recent"]["gap"] == pytest.approx((told["gap"] + one["gap"]) / 2)
 
 
 def test_an_asynchronous_run_has_no_weights_that_stand_still_for_an_evaluation(world: World) -> None:

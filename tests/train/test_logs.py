@@ -26,7 +26,14 @@ RECORD: dict[str, Any] = {
     "tiers": {"harvested": {"turns": 7, "tokens": 9}},
     "reward_by_length": [0.1, 0.9],
     "discards_by_length": {"stale": [0, 1, 0, 3]},
-    "eval": {"version": "1.4", "success_rate": 0.75},
+    "eval": {
+        "version": "1.4",
+        "success_rate": 0.75,
+        "gap": 0.25,
+        "tasks": {"training": {"success_rate": 0.5}},
+        "training": {"success_rate": 1.0},
+        "recent": {"num_versions": 2},
+    },
     "update": {"kind": "delta", "bytes_sent": 123},
     "version": "1.4",
 }
@@ -57,6 +64,10 @@ def test_numbers_go_to_their_group_and_text_stays_behind() -> None:
         "discards/stale_quarter_3": 0.0,
         "discards/stale_quarter_4": 3.0,
         "eval/success_rate": 0.75,
+        "eval/gap": 0.25,
+        "eval/training_success_rate": 0.5,  # of a task of that name
+        "eval_training/success_rate": 1.0,
+        "eval_recent/num_versions": 2.0,
         "update/bytes_sent": 123.0,
     }
 

@@ -541,7 +541,7 @@ async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World)
     tasks = family.held_out_tasks(3)
     async with client_of(world) as client:
         runner = runner_of(world, client, family, job="unused", temperature=0.0)
-        scores = await runner.evaluate(tasks, job="held-out", episodes_per_task=2)
+        scores = await runner.evaluate(tasks, job="held-out", part="held_out", episodes_per_task=2)
         assert sorted(score.task_index for score in scores) == [0, 0, 1, 1, 2, 2]
         by_task = {
             score.task_index: {one.num_turns for one in scores if one.task_index == score.task_index}
