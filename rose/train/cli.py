@@ -53,6 +53,8 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
         f"done: {result.num_steps} steps, success {result.success_first:.2f} -> {result.success_last:.2f}{held_out}, "
         f"attempt {result.attempt}, {result.num_restarts} restarts; see {job.output_dir / 'metrics.jsonl'}"
     )
+    if job.log.page:
+        console.print(f"page: {job.output_dir / 'run.html'}")
     if job.log.tensorboard:
         console.print(f"plots: tensorboard --logdir {job.output_dir / 'tensorboard'}")
     return 0

@@ -1,4 +1,4 @@
-"""Where a run writes what it measured: ``metrics.jsonl`` always, TensorBoard by default, Weights & Biases and MLflow if asked for.
+"""Where a run writes what it measured: ``metrics.jsonl`` always, a page and TensorBoard by default, Weights & Biases and MLflow if asked for.
 
 A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
 the record, and their failure is an error.
@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rose.errors import ConfigError
-from rose.train.metrics import MetricsFile
+from rose.train.metrics import MetricsFile, records_of
+from rose.train.run_page import RunPage
 from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,12 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
         ConfigError: A sink that was asked for by name is not installed.
     """
     sinks: list[Sink] = []
+    metrics = config.output_dir / "metrics.jsonl"
+    if config.log.page:
+        page = RunPage(config.output_dir / "run.html", config.job, config.num_steps, _facts_of(config))
+        for record in records_of(metrics):
+            page.remember(record["step"], scalars_of(record))
+        sinks.append(page)
     if config.log.tensorboard:
         try:
             sinks.append(TensorBoardSink(config))
@@ -85,7 +92,7 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
                 field="log.mlflow_experiment",
                 fix="pip install 'rose-rl[mlflow]'",
             ) from error
-    logs = Logs(MetricsFile(config.output_dir / "metrics.jsonl"), sinks)
+    logs = Logs(MetricsFile(metrics), sinks)
     try:
         yield logs
     except BaseException:
@@ -233,6 +240,20 @@ def parameters_of(config: TrainConfig) -> dict[str, Any]:
 
     walk("", config.model_dump(mode="json"))
     return found
+
+
+def _facts_of(config: TrainConfig) -> dict[str, str]:
+    """What the page of a run says of its settings."""
+    rollout, trainer = config.rollout, config.trainer
+    return {
+        "Model": str(config.model),
+        "Weights": f"run {config.run_id}",
+        "Tasks": ", ".join(
+            f"{task.name} ({task.kind})" if task.name else task.kind for task in config.all_tasks
+        ),
+        "Rollouts": f"{rollout.mode}, {rollout.num_groups} groups of {rollout.group_size}, alpha {config.alpha}",
+        "Recipe": f"{trainer.algorithm}, learning rate {trainer.learning_rate:g}, seed {config.seed}",
+    }
 
 
 GROUPS = {

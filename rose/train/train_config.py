@@ -230,6 +230,8 @@ class EvalSettings(Section):
 
 
 class LogSettings(Section):
+    page: bool = True
+    """``output_dir/run.html``, a page with pictures of the run so far, written anew every few seconds."""
     tensorboard: bool = True
     """Event files in ``output_dir/tensorboard``."""
     wandb_project: str | None = None

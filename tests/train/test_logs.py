@@ -98,7 +98,7 @@ def test_tensorboard_files_are_written_unless_switched_off(tmp_path: Path) -> No
         logs.write(RECORD)
     (events,) = (tmp_path / "out" / "tensorboard").iterdir()
     assert b"eval/success_rate" in events.read_bytes()
-    with open_logs(config(tmp_path / "b", tensorboard=False)) as logs:
+    with open_logs(config(tmp_path / "b", tensorboard=False, page=False)) as logs:
         logs.write(RECORD)
     assert [path.name for path in (tmp_path / "b" / "out").iterdir()] == ["metrics.jsonl"]
 
