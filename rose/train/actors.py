@@ -55,6 +55,7 @@ class Actors:
 
     Attributes:
         step: The next to take.
+        alpha: Versions beyond which a sample is too old for it.
         num_deaths_in_a_row: Without a finished step between them.
         given_up: How often each group's episodes have failed, the newest groups last.
         last_death: Why the last step was broken off; :meth:`ensure` finds out whose death it was.
@@ -82,6 +83,7 @@ class Actors:
                 )
             ]
         self.step = 0
+        self.alpha = config.alpha
         self.attempt = 0
         self.num_restarts = 0
         self.num_deaths_in_a_row = 0
@@ -139,7 +141,7 @@ class Actors:
         if trainer_alive:
             await answer_of(self._trainer.release.remote())
         else:
-            started = await answer_of(self._trainer.start.remote())
+            started = await answer_of(self._trainer.start.remote(self.alpha))
             settings = self.config.trainer
             # The first one is durable when the second begins.
             durable = self.step >= settings.checkpoint_every * (1 + settings.background_checkpoints)
@@ -205,7 +207,7 @@ class Actors:
         config = self.config
         # An asynchronous run makes a call per group, of which a refill begins up to four times as many.  At Ray's own
         # limit, a thousand, the next ping would wait behind them, and the manager be taken for dead.
-        num_calls = 1000 + 4 * (config.alpha + 1) * config.rollout.num_groups
+        num_calls = 1000 + 4 * (config.most_alpha + 1) * config.rollout.num_groups
         options: Any = {**self._room.of_manager(index), "max_concurrency": num_calls}
         make: Any = ray.remote(**options)(EnvManager)
         # Whose code plays there is not asked: it gets no token that publishes, and no key.
@@ -275,7 +277,7 @@ class Actors:
     async def train(self) -> dict[str, Any]:
         """See :meth:`rose.train.workers.TrainWorker.train`."""
         rate, fine = self.config.learning_rate_at(self.step), self.config.is_fine_tuning(self.step)
-        return await answer_of(self._trainer.train.remote(rate, single_update=fine))
+        return await answer_of(self._trainer.train.remote(rate, single_update=fine, alpha=self.alpha))
 
     async def begin(self) -> int:
         """See :meth:`rose.train.workers.TrainWorker.begin`."""

@@ -6,7 +6,7 @@
 and groups consumed about in the order of their start, a group waits at most ``alpha`` steps (the admission rule of AReaL, Fu
 et al. 2025).  About, because a slow group is overtaken; what decides is therefore checked where it counts, twice: the
 scheduler drops or marks old groups at the lease, and the trainer leaves out what is older than ``alpha``
-(``rose.train.collect``).
+(``rose.train.collect``).  Where the job says so, ``alpha`` follows what steps measure (``rose.policy.adaptive_alpha``).
 
 A dead environment manager takes its groups with it and nobody else's: their finished episodes are kept, the missing ones are
 played on its replacement.  While the trainer restarts, the episodes go on.
@@ -15,13 +15,17 @@ played on its replacement.  While the trainer restarts, the episodes go on.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rose.errors import TrainError
+from rose.policy.adaptive_alpha import AdaptiveAlpha, AlphaParams, StepTaken
 from rose.train.actors import ActorDied, Actors
+from rose.train.metrics import records_of
 from rose.train.plan import GroupPlan, plan_groups, plan_of
 from rose.train.rollout import RolloutReport
 from rose.train.train_config import TrainConfig
@@ -41,6 +45,8 @@ class AsyncLoop:
         self._num_failed = 0
         self._num_episodes = self._num_retries = self._num_stale_groups = 0
         self._causes: Counter[str] = Counter()
+        self._adaptive = _adaptive_alpha(config)
+        actors.alpha = config.alpha if self._adaptive is None else self._adaptive.accepted
 
     async def step(self) -> dict[str, Any]:
         """Train once, on the first batch that is there.
@@ -80,7 +86,32 @@ class AsyncLoop:
         self._causes.clear()
         # Of an asynchronous step, the rollout's share is what the trainer waited for.
         busy_s = record["train_s"] + record["checkpoint_s"] + record["publish_s"]
-        return {**record, **counts, **failed, "rollout_s": max(0.0, time.monotonic() - started_s - busy_s)}
+        whole_s = time.monotonic() - started_s
+        record |= {**counts, **failed, "rollout_s": max(0.0, whole_s - busy_s)}
+        return record | self._adapted(record, whole_s)
+
+    @property
+    def _alpha(self) -> int:
+        """For what is begun now."""
+        return self._config.alpha if self._adaptive is None else self._adaptive.alpha
+
+    def _adapted(self, record: Mapping[str, Any], whole_s: float) -> dict[str, Any]:
+        """The bounds of the step, and why those of the next are what they are."""
+        told: dict[str, Any] = {"alpha": self._alpha}
+        if self._adaptive is None:
+            return told
+        told["alpha_accepted"] = self._actors.alpha
+        waited_s = record["rollout_s"] - record["streamed_s"]
+        measured = record["mismatch_kl"] if record["num_trained_sequences"] else math.nan
+        idle = waited_s / whole_s if whole_s > 0 else math.nan
+        decision = self._adaptive.handle(StepTaken(mismatch_kl=measured, idle=idle))
+        self._actors.alpha = decision.accepted
+        return {
+            **told,
+            "idle": idle,
+            "alpha_cause": decision.cause,
+            "alpha_changes": dict(self._adaptive.num_changes),
+        }
 
     async def close(self) -> None:
         """Wait for no group any more.  Their episodes are the managers', see :meth:`rose.train.actors.Actors.stop_episodes`."""
@@ -100,7 +131,7 @@ class AsyncLoop:
         """Begin groups up to the bound; at least what the trainer is known to lack.  ``held``: what it has of that already."""
         config, actors = self._config, self._actors
         begun = len(self._running) + held + await actors.num_ready()
-        bound = (config.alpha + 1) * max(config.rollout.num_groups, wanted)
+        bound = (self._alpha + 1) * max(config.rollout.num_groups, wanted)
         num_new = bound - begun
         if num_new <= 0:
             return
@@ -179,3 +210,16 @@ class AsyncLoop:
                 num_missing = plan.group_size - left.get(plan.group_id, 0)
                 if num_missing > 0:
                     self._begin(replace(plan, num_missing=num_missing))
+
+
+def _adaptive_alpha(config: TrainConfig) -> AdaptiveAlpha | None:
+    """None where the bound stands still; else as the last step of before has left it."""
+    settings = config.rollout.adaptive_alpha
+    if not settings.enabled:
+        return None
+    alpha, accepted = config.alpha, None
+    for record in records_of(config.output_dir / "metrics.jsonl"):
+        if isinstance(record.get("alpha_accepted"), int) and isinstance(record.get("alpha"), int):
+            alpha, accepted = record["alpha"], record["alpha_accepted"]
+    params = settings.model_dump(exclude={"enabled"})
+    return AdaptiveAlpha(AlphaParams(**params), alpha, accepted)

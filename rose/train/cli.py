@@ -119,6 +119,8 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     by_task = (record.get("tasks") or {}).items()
     tasks = "".join(f"  {name} {one['success_rate']:.2f}" for name, one in by_task)
     lag = f"  lag {record['lag_max']}" if record["lag_max"] else ""
+    if "alpha_cause" in record:
+        lag += f"  alpha {record['alpha']} ({record['alpha_cause']})"
     return (
         f"step {record['step'] + 1:>3}/{num_steps}  success {record['sampled_success_rate']:.2f}{tasks}{held_out}  "
         f"turns {record['num_turns']} ({shares})  entropy {record['entropy']:.2f}  "

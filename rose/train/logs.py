@@ -304,6 +304,9 @@ GROUPS = {
         "num_stale",
         "lag_max",
         "lag_mean",
+        "alpha",
+        "alpha_accepted",
+        "idle",
         "num_env_retries",
         "num_resumed_turns",
         "num_kv_mixed_turns",
@@ -336,6 +339,7 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         found |= {f"{board}/{k}": float(v) for k, v in told.items() if isinstance(v, int | float)}
         for task, values in (told.get("tasks") or {}).items():
             found |= {f"{board}/{task}_{name}": float(value) for name, value in values.items()}
+    found |= {f"alpha/num_{cause}": float(n) for cause, n in (record.get("alpha_changes") or {}).items()}
     for name, value in (record.get("update") or {}).items():
         if isinstance(value, int | float):
             found[f"update/{name}"] = float(value)

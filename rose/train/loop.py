@@ -115,6 +115,8 @@ def check_job(config: TrainConfig) -> None:
             field="eval.background",
             fix="leave it out: episodes of training go on during an evaluation there",
         )
+    if config.rollout.adaptive_alpha.enabled:
+        _check_adaptive_alpha(config)
     refused = refusal_of(
         config.trainer.stream_groups,
         StepShape(
@@ -150,6 +152,26 @@ def check_job(config: TrainConfig) -> None:
             make_reward(task.reward.kind, task.reward.settings)
         # Also where answers are free text: an engine cannot render for a model without a tokenizer.
         single_token_ids(config.model, family.allowed_texts or ())
+
+
+def _check_adaptive_alpha(config: TrainConfig) -> None:
+    rollout, adaptive = config.rollout, config.rollout.adaptive_alpha
+    if rollout.mode != "asynchronous":
+        raise ConfigError(
+            "is for asynchronous runs: in others samples are of the present weights",
+            field="rollout.adaptive_alpha",
+        )
+    if rollout.on_stale is None:
+        raise ConfigError(
+            "rollout.adaptive_alpha needs a rule: without one the scheduler keeps to its own bound",
+            field="rollout.on_stale",
+            fix='set it to "cancel", "mask" or "wait"',
+        )
+    if not adaptive.least <= config.alpha <= adaptive.most:
+        raise ConfigError(
+            f"is {config.alpha}, outside rollout.adaptive_alpha ({adaptive.least} to {adaptive.most})",
+            field="rollout.alpha",
+        )
 
 
 async def train_with(actors: Actors, progress: Progress, *, watch_s: float | None = None) -> RunResult:

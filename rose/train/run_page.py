@@ -84,7 +84,11 @@ CHARTS = (
     RunChart(
         title="Age of what is trained on",
         hint="Versions behind.",
-        curves=_curves(("batch/lag_mean", "mean", "dedicated"), ("batch/lag_max", "largest", "rollout")),
+        curves=_curves(
+            ("batch/lag_mean", "mean", "dedicated"),
+            ("batch/lag_max", "largest", "rollout"),
+            ("batch/alpha", "bound of what is begun", "slo"),
+        ),
     ),
     RunChart(
         title="Engine and trainer apart",

@@ -148,6 +148,28 @@ class JobTask:
     latency: LatencySettings
 
 
+class AdaptiveAlphaSettings(Section):
+    """Bound of staleness that follows the mismatch of engine and trainer and the time that the trainer waits (``rose.policy.adaptive_alpha``).  For asynchronous
+    runs with a rule in ``on_stale``."""
+
+    enabled: bool = False
+    """``rollout.alpha`` is then what the run begins with."""
+    least: int = Field(default=1, ge=0, le=64)
+    most: int = Field(default=8, ge=1, le=64)
+    kl_target: float = Field(default=0.01, gt=0)
+    """Nats per token of ``mismatch_kl``; above it the bound is halved."""
+    idle_target: float = Field(default=0.1, gt=0, lt=1)
+    """Share of a step that the trainer waits.  Above it the bound is raised, at a quarter of it lowered."""
+    window: int = Field(default=4, ge=1, le=64)
+    """Steps over whose means it is decided."""
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if self.least > self.most:
+            raise ValueError("least exceeds most")
+        return self
+
+
 class RolloutSettings(Section):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Whether episodes go on while the trainer trains."""
@@ -158,6 +180,7 @@ class RolloutSettings(Section):
     """What becomes of a group with a token older than ``alpha`` versions: ``cancel`` drops it before it is leased, ``mask`` keeps
     its old trajectories out of the update, ``wait`` holds the trainer so that there is none.  None = as the scheduler is
     configured, with its bound; the trainer then leaves out what is beyond ``alpha``."""
+    adaptive_alpha: AdaptiveAlphaSettings = AdaptiveAlphaSettings()
     num_groups: int = Field(default=8, ge=1, le=65536)
     redundant_episodes: int = Field(default=0, ge=0, le=4096)
     """Started per group beyond ``group_size``; the slowest are dropped, which favours short episodes."""
@@ -309,10 +332,16 @@ class TrainConfig(Section):
 
     @property
     def alpha(self) -> int:
-        """Bound of staleness in force."""
+        """Bound of staleness; where it adapts, that which a run begins with."""
         if self.rollout.alpha is not None:
             return self.rollout.alpha
         return 1 if all(task.max_tokens == 1 for task in self.all_tasks) else 4
+
+    @property
+    def most_alpha(self) -> int:
+        """The highest bound that may ever be in force."""
+        adaptive = self.rollout.adaptive_alpha
+        return max(self.alpha, adaptive.most) if adaptive.enabled else self.alpha
 
     @property
     def has_dynamic_sampling(self) -> bool:

@@ -30,7 +30,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,8 +150,11 @@ class TrainWorker:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self, alpha: int | None = None) -> dict[str, Any]:
         """Open a new attempt; ``{attempt, step, passed_over, update}``, where ``step`` is the next to take.
+
+        Args:
+            alpha: Versions beyond which a sample is too old; None = as the job has it.
 
         Raises:
             TrainError: There are checkpoints, and none can be read.
@@ -159,6 +162,7 @@ class TrainWorker:
         """
         from rose.train import checkpoint as checkpoints
 
+        self._bound_by(alpha)
         if self._ranks:
             from rose.train.ranks import RankedTrainer
 
@@ -207,8 +211,13 @@ class TrainWorker:
             "update": update,
         }
 
-    async def train(self, learning_rate: float, single_update: bool = False) -> dict[str, Any]:
+    async def train(
+        self, learning_rate: float, single_update: bool = False, alpha: int | None = None
+    ) -> dict[str, Any]:
         """Take one step, and return its metrics.
+
+        Args:
+            alpha: Versions beyond which a sample is too old for it; None = as before.
 
         Where groups are missing nothing is trained; what was leased stays with this step, and the answer is
         ``{"missing": groups to lease still, "launch": groups to start for them, "held": groups of theirs that it has}``.
@@ -219,6 +228,7 @@ class TrainWorker:
         if self._trainer is None:
             raise TrainError("train() before start()", field="trainer")
         async with self._busy:
+            self._bound_by(alpha)
             return await self._train(learning_rate, single_update)
 
     async def _train(self, learning_rate: float, single_update: bool) -> dict[str, Any]:
@@ -338,7 +348,11 @@ class TrainWorker:
     def _staleness(self) -> dict[str, Any]:
         """One bound for both sides, where the job names a rule: else the scheduler keeps to its own."""
         rule = self._config.rollout.on_stale
-        return {} if rule is None else {"alpha": self._config.alpha, "on_stale": rule}
+        return {} if rule is None else {"alpha": self._collected.params.alpha, "on_stale": rule}
+
+    def _bound_by(self, alpha: int | None) -> None:
+        if alpha is not None:
+            self._collected.params = replace(self._collected.params, alpha=alpha)
 
     def _published_attempt(self) -> int:
         """The highest attempt that published weights of this run; 0 for none, or where the transport is not ours."""
