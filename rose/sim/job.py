@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from rose.errors import ConfigError
 from rose.lineage import Version
 from rose.policy import turn_events as te
+from rose.policy.adaptive_alpha import AdaptiveAlpha, AlphaParams, StepTaken
 from rose.policy.samples import (
     BatchAcked,
     BatchAsked,
@@ -69,6 +70,8 @@ class SimStep:
     """Versions that the stalest trained token lay behind."""
     long: bool = False
     """A long round of tail batching."""
+    alpha: int = 0
+    """By how many they might; asynchronous training alone."""
     tail_s: float = math.nan
     """From 75 % of the batch's trajectories to the batch."""
 
@@ -157,11 +160,18 @@ class SimJob:
                 fix="false, or a system that does not borrow them",
             )
         self._batching = self._tail_batching()
+        self._adaptive = (
+            AdaptiveAlpha(AlphaParams(), self.params.alpha)
+            if self.config.adaptive_alpha and self.asynchronous
+            else None
+        )
         self._training = False
         self._trainer_free_s = 0.0
         """When the last optimiser step ended: gradients of the next are of its weights."""
         self._tokens: dict[str, int] = {}
         self._finished_s: dict[str, float] = {}
+        self._mismatch_kl = math.nan
+        """Of the batch that is trained on."""
         self._next_turn = 0
         self._sampled_before: dict[str, int] = {}
         self.num_cancelled = 0
@@ -225,9 +235,8 @@ class SimJob:
                 self._start_group()
             return
         # Staleness bounds how far ahead sampling may be of training.
-        room = (
-            (self.params.alpha + 1) * config.num_groups - ready - (config.num_groups if self._training else 0)
-        )
+        alpha = self.params.alpha if self._adaptive is None else self._adaptive.alpha
+        room = (alpha + 1) * config.num_groups - ready - (config.num_groups if self._training else 0)
         while len(self._groups) < room / max(0.1, self._accepted):
             self._start_group()
 
@@ -390,6 +399,7 @@ class SimJob:
                 num_groups=config.num_groups,
                 version=self.version,
                 ttl_s=1e9,
+                alpha=None if self._adaptive is None else self._accepted_lag,
             )
         )
         leased = next((answer for answer in answers if isinstance(answer, Leased)), None)
@@ -401,6 +411,10 @@ class SimJob:
         step.trajectories = len(ids)
         oldest = [self.book.samples[name].oldest for name in ids]
         step.lag = worst_lag(self.version, [version for version in oldest if version is not None])
+        step.alpha = self._accepted_lag
+        if self._adaptive is not None:
+            lags = [worst_lag(self.version, [version]) for version in oldest if version is not None]
+            self._mismatch_kl = config.mismatch_kl * sum(lag**2 for lag in lags) / max(1, len(lags))
         tokens = [self._tokens.pop(name) for name in ids]
         step.tokens = sum(tokens)
         finished = [self._finished_s.pop(name) for name in ids]
@@ -445,6 +459,11 @@ class SimJob:
             end_s = max(end_s, complete_s) + token_s * num_tokens
         return end_s
 
+    @property
+    def _accepted_lag(self) -> int:
+        """Beyond which a sample is too old."""
+        return self.params.alpha if self._adaptive is None else self._adaptive.accepted
+
     def _trained(self, now_s: float, step: SimStep) -> None:
         self._training = False
         self._trainer_free_s = step.trained_s = now_s
@@ -456,8 +475,12 @@ class SimJob:
         sampled = self.cluster.counters.sampled
         step.sampled = sum(sampled.values()) - sum(self._sampled_before.values())
         step.harvested = sampled["harvested"] - self._sampled_before.get("harvested", 0)
+        if self._adaptive is not None:
+            whole_s, waited_s = now_s - step.start_s, max(0.0, step.ready_s - step.start_s)
+            idle = waited_s / whole_s if whole_s > 0 else math.nan
+            self._adaptive.handle(StepTaken(mismatch_kl=self._mismatch_kl, idle=idle))
         if self.asynchronous:
-            lag = self.params.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
+            lag = self._accepted_lag if self.scenario.trajectories_in_flight is None else self.version[1]
             self.cluster.require(self.name, (0, max(0, self.version[1] - lag)))
             self.begin(now_s)
             self._try_train(now_s)

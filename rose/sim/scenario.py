@@ -191,6 +191,10 @@ class JobSection(Section):
     rounds are alike."""
     tail_members: int = Field(default=0, ge=0, le=4096)
     """Members that a group of a short round has beyond ``group_size``; the first to end are taken, which favours short ones."""
+    adaptive_alpha: bool = False
+    """Asynchronous training begins with the bound of ``batches`` and lets it follow mismatch and waiting (``rose.policy.adaptive_alpha``)."""
+    mismatch_kl: NotNegative = 0.0
+    """Assumed, in nats per token, of samples one version behind; it grows with the square of the versions.  Only ``adaptive_alpha`` asks."""
     fixed_slots: Literal["trajectory", "turn"] = "trajectory"
     """What holds a slot of the fixed systems' engines; see :class:`rose.sim.systems.System`."""
     max_model_len: int = Field(default=32768, ge=64)

@@ -42,6 +42,8 @@ SCENARIOS = st.fixed_dictionaries(
                 "algorithm": st.sampled_from(["grpo", "dapo"]),
                 "num_groups": st.integers(1, 3),
                 "streamed": st.booleans(),
+                "adaptive_alpha": st.booleans(),
+                "mismatch_kl": st.sampled_from((0.0, 0.003, 1.0)),
                 "fixed_slots": st.sampled_from(["trajectory", "turn"]),
                 "group_size": st.integers(1, 6),
                 "turns_median": st.floats(1.0, 5.0),

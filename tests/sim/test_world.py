@@ -122,6 +122,21 @@ def test_gradients_of_a_step_wait_for_the_weights_of_the_one_before() -> None:
         assert step.trained_s >= before.trained_s + 0.99 * token_s * step.tokens
 
 
+def test_a_bound_that_adapts_rises_for_a_trainer_that_waits_and_falls_for_mismatch() -> None:
+    """Of the same job: few engines for many trainers, which wait, with and without a mismatch that forbids old samples."""
+    job = {**TINY["job"], "algorithm": "grpo", "num_groups": 2, "adaptive_alpha": True}
+    still, rising, falling = (
+        [step.alpha for step in simulate(tiny(job=job | more, num_steps=20), "fixed_async", check=True).steps]
+        for more in ({"adaptive_alpha": False}, {}, {"mismatch_kl": 1.0})
+    )
+
+    assert set(still) == {4}
+    assert rising == sorted(rising)
+    assert rising[-1] > 4
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] < 4
+
+
 def test_gpus_that_are_lent_while_a_batch_is_sampled_cannot_train_on_its_groups() -> None:
     with pytest.raises(ConfigError, match=r"job\.streamed"):
         simulate(tiny(job={**TINY["job"], "streamed": True}), "trainers")
