@@ -80,6 +80,8 @@ class CostParams:
     the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
     roomy_horizon_turns: float = 2.0
     """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
+    home_horizon_turns: float = 2.0
+    """The same for a move from a worker that can be taken back to a dedicated one, which lasts."""
     own_while_roomy: bool = False
     """Place on dedicated workers alone while they have slots for every turn that runs."""
     floor_s: float = 0.02
@@ -209,7 +211,13 @@ class CostPolicy:
         read_s = prefill_s * turn.num_prompt_tokens
         again = turn.resident_tokens / turn.num_prompt_tokens if turn.affine is not None else 0.0
         # What is resident would be read once and serve the turns that follow; what is new is read anyway.
-        fresh_s = read_s * (1.0 - again + again / self._stay_turns(turn, eligible))
+        stay = self._stay_turns(turn, eligible)
+        fresh_s = read_s * (1.0 - again + again / stay)
+        affine = turn.affine
+        if affine is not None and affine.tier is not Tier.DEDICATED and turn.remaining_tokens is not None:
+            home = max(stay, min(params.home_horizon_turns, turn.remaining_tokens / turn.expected_tokens))
+            if home > stay:
+                fresh_s -= eligible.column("dedicated") * read_s * (again / stay - again / home)
         for worker, num_tokens in turn.cached:
             if worker in eligible:
                 at = eligible.index_of(worker)

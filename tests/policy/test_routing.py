@@ -106,6 +106,20 @@ def test_cost_moves_a_long_context_only_for_a_trajectory_that_has_long_to_go() -
         assert policy.choose(candidate, Eligible.of([slow, fast])) is home
 
 
+@pytest.mark.parametrize(("tier", "goes"), [(Tier.DEDICATED, True), (Tier.HARVESTED, False)])
+def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns(tier: Tier, goes: bool) -> None:
+    policy = CostPolicy(
+        rng=random.Random(0), params=CostParams(horizon_turns=2.0, home_horizon_turns=8.0, hysteresis=0.0)
+    )
+    # To read its context again takes 0.8 s; a turn of 60 tokens is 0.3 s quicker there.
+    here, there = worker("here", tier=Tier.HARVESTED), worker("there", tier=tier)
+    here.speed.token_s, there.speed.token_s = 0.015, 0.010
+    candidate = turn(
+        num_prompt_tokens=8000, resident_tokens=8000, expected_tokens=60, affine=here, remaining_tokens=600.0
+    )
+    assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
+
+
 @pytest.mark.parametrize(("elsewhere", "home"), [(15, "fast"), (16, "slow")])
 def test_cost_looks_further_ahead_while_dedicated_slots_are_left_for_every_turn(
     elsewhere: int, home: str
