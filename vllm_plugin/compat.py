@@ -1,4 +1,4 @@
-"""What an engine can share, and the patches that put ROSE in force.  Written for vLLM 0.32.
+"""What an engine can share, and the patches that put ROSE in force.  What differs between lines of vLLM is in :mod:`vllm_plugin.lines`.
 
 This file and :mod:`vllm_plugin.internals`, which works on the objects of a running engine, are the only ones that know vLLM's private
 names.  Patches can be listed (:func:`applied`).
@@ -35,7 +35,7 @@ from rose.units import PAGE_BYTES
 from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.peers import Peers, Trouble
-from vllm_plugin.roles import ENV_CORES, ENV_DIR, ENV_ENGINE
+from vllm_plugin.roles import ENV_ALLOW_UNMEASURED, ENV_CORES, ENV_DIR, ENV_ENGINE
 from vllm_plugin.selfcheck import problems
 
 logger = logging.getLogger("vllm.rose")
@@ -46,8 +46,6 @@ STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 GPU_WORKER = "vllm_plugin.gpu_worker.RoseGPUWorker"
 STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _WORKERS = {"cpu": (CPU_WORKER, STOCK_CPU_WORKER), "cuda": (GPU_WORKER, STOCK_GPU_WORKER)}
-ENV_ALLOW_UNMEASURED = "ROSE_ALLOW_UNMEASURED"
-"""``1``: also what the compatibility table calls written and not measured."""
 
 START_WAIT_S = 1.0
 """Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
@@ -207,7 +205,7 @@ def switch_on(role: str) -> None:
         return
     if _applied or _refused:
         return
-    found = problems()
+    found = problems(role)
     if found:
         _give_up(role, "; ".join(found), row("unknown_version"))
         return

@@ -145,14 +145,11 @@ def _dispatched(serve: Any, command: Any, args: Any) -> tuple[str, Any]:
 
 
 def _engine_config(where: str, args: Any) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
     from vllm.usage.usage_lib import UsageContext
 
-    from vllm_plugin import internals
+    from vllm_plugin import internals, lines
 
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    propagate_flash_late_interaction(args, engine_args)
+    engine_args = lines.engine_args_of(args)
     if where == "run_multi_api_server":
         internals.say_servers(engine_args, args.api_server_count)
     return engine_args.create_engine_config(
@@ -290,12 +287,10 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
 
 def _name_problems(role: str) -> list[str]:
     """What the plugin of that role would miss in this vLLM, in any of its processes."""
-    import vllm
+    from vllm_plugin import compat, lines, selfcheck
 
-    from vllm_plugin import compat, selfcheck
-
-    problems = selfcheck.problems()
-    if not selfcheck.is_of_line(vllm.__version__):
+    problems = selfcheck.problems(role)
+    if lines.problem(role) is not None:
         return [*problems, selfcheck.moved()]
     if problems or role != "rollout":
         return problems

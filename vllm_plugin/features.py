@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rose.errors import ConfigError
 from rose.policy.compat import Support, judge, row, together
 from rose.policy.engine_fields import KV_KINDS, Value, is_restricted, is_section, row_of_field
+from vllm_plugin import lines
 from vllm_plugin.kv_layout import kv_entries
 
 Device = Literal["cpu", "cuda", "other"]
@@ -138,7 +139,7 @@ def kv_findings(kv_cache_config: Any, piece_bytes: int, *, drafts: bool = False)
         met = together(("kv_groups", "speculative")) if drafts else []
         found += [(name, f"speculative_config, with {len(groups)} groups") for name in met]
     if judge("serving", (name for name, _ in found))[0] is Support.ELASTIC:
-        hashed = kv_cache_config.hash_block_size
+        hashed = lines.hash_tokens(kv_cache_config)
         if hashed is not None and any(hashed != group.kv_cache_spec.block_size for group in groups):
             found.append(("kv_option", f"kv_cache_config.hash_block_size = {hashed}"))
         try:

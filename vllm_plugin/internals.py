@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rose.policy.coserving.hits import window_blocks
+from vllm_plugin import lines
 from vllm_plugin.selfcheck import GROUP_BYTES
 
 logger = logging.getLogger("vllm.rose")
@@ -272,19 +273,13 @@ def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     slot.  vLLM skips requests that do and puts them back in front of the queue; they are skipped here too.  A request that waits for the
     encoder ends vLLM's search, and this one.  Engine thread, between two steps.
     """
-    from vllm.v1.core.sched.interface import PauseState
-
     # Sessions that wait for their client hold a seat, too.
     taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
     seats = scheduler.max_num_active_reqs - taken
-    paused = scheduler.pause_state
-    if seats <= 0 or paused == PauseState.PAUSED_ALL:
+    if seats <= 0:
         return []
-    queues = itertools.chain(
-        scheduler.kv_holding_waiting, scheduler.waiting if paused == PauseState.UNPAUSED else ()
-    )
     blocked = scheduler._is_blocked_waiting_status
-    looked_at = itertools.islice(queues, LOOKED_PAST)
+    looked_at = itertools.islice(lines.queues_that_start(scheduler), LOOKED_PAST)
     ready = (request for request in looked_at if not blocked(request.status))
     ready = _with_encoder_room(scheduler, _with_adapter_slots(scheduler, ready))
     return list(itertools.islice(ready, min(limit, seats)))

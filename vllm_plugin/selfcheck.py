@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.errors import ConfigError
-
-SUPPORTED_LINE = "0.32"
+from vllm_plugin import lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +44,11 @@ class Owner:
             return
         label = kind or module
         for name in self.names.split():
-            if not has_name(owner, name):
+            if lines.has(f"{self.where}:{name}") and not has_name(owner, name):
                 yield f"{label}.{name} is gone"
         for name, needed in self.calls.items():
+            if not lines.has(f"{self.where}:{name}"):
+                continue
             call = getattr(owner, name, None)
             if call is None:
                 yield f"{label}.{name} is gone"
@@ -367,26 +368,12 @@ GROUP_BYTES = 4
 """A key of the prefix cache is a block's hash and the number of its KV group."""
 
 
-def problems() -> list[str]:
-    """What keeps ROSE from running on this vLLM; empty when nothing does."""
-    import vllm
-
-    if not is_of_line(vllm.__version__):
-        # Not looked at further: in another line the modules themselves may be elsewhere.
-        return [f"vLLM {vllm.__version__} is not of the supported line {SUPPORTED_LINE}"]
+def problems(role: str) -> list[str]:
+    """What keeps an engine of this role from running with ROSE on this vLLM; empty when nothing does."""
+    problem = lines.problem(role)
+    if problem is not None:
+        return [problem]  # Not looked at further: in another line the modules themselves may be elsewhere.
     return [*problems_of(CORE), *_key_problems()]
-
-
-def is_of_line(version: str) -> bool:
-    """Does this version belong to the supported release line, as a release, a post-release or a pre-release?"""
-    from packaging.version import InvalidVersion, Version  # vLLM needs it, too
-
-    try:
-        found = Version(version)
-    except InvalidVersion:  # what vLLM calls itself when its build knew no tag
-        return False
-    line = Version(SUPPORTED_LINE)
-    return (found.epoch, found.release[:2]) == (line.epoch, line.release)
 
 
 def moved() -> str:
@@ -417,7 +404,9 @@ def require(owners: tuple[Owner, ...]) -> None:
     found = problems_of(owners)
     if found:
         raise ConfigError(
-            "; ".join(found), field="vLLM", fix=f"run the release line {SUPPORTED_LINE} that ROSE knows"
+            "; ".join(found),
+            field="vLLM",
+            fix=f"run a release line that ROSE knows: {', '.join(lines.LINES['rollout'])}",
         )
 
 

@@ -96,7 +96,7 @@ TABLE: tuple[Row, ...] = (
     _row(17, "rust_frontend", "vLLM's Rust front end", _NO, "deadlines count from the arrival times that it states, and nobody has checked those: vLLM's CPU build has no such front end"),
     _row(18, "mig", "a MIG slice", _NO, "driver figures and green contexts mean something else there; not tested"),
     _row(19, "sleep_mode", "sleep mode, the cumem allocator, expandable segments", _NO, "asleep, at level 1 as at 2, production has no KV memory, and a lease would still count it; awake, it takes all of it at once; compute alone could not be tried: vLLM's CPU build does not start with it"),
-    _row(20, "unknown_version", "a vLLM version outside the supported line, or a hook that changed", _NO, "private names may have moved"),
+    _row(20, "unknown_version", "a vLLM version outside the supported lines, or a hook that changed", _NO, "private names may have moved"),
     _row(21, "gpu", "CUDA", _NO, "not measured on a GPU: off unless allow_unmeasured = true (production: ROSE_ALLOW_UNMEASURED=1)", unmeasured=_ALL),
     _row(22, "other_scheduler", "another --scheduler-cls or --worker-cls", _NO, "ours takes that place"),
     _row(23, "multi_host", "workers on several hosts, or under Ray", _NO, "files and loans are one host's, and Ray starts its workers apart from the engine core, without its directory; on one host --distributed-executor-backend mp does the same"),

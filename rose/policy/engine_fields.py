@@ -6,8 +6,8 @@ With another one the engine gets what the named row of the table allows (:mod:`r
 row of its own.  **A field that is not here is
 a new one: the engine is refused, and the field is named.**
 
-Paths are attribute names from vLLM 0.32's ``VllmConfig`` and ``KVCacheConfig`` on, joined by dots.  ``vllm_plugin.features`` walks
-the objects; this file knows their names only.  Pure.  ``docs/compatibility.md`` shows :func:`markdown`.
+Paths are attribute names from vLLM's ``VllmConfig`` and ``KVCacheConfig`` on, joined by dots, of all its supported lines
+(``vllm_plugin.lines`` says which of them has what).  ``vllm_plugin.features`` walks the objects; this file knows their names only.  Pure.  ``docs/compatibility.md`` shows :func:`markdown`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HARMLESS: dict[str, str] = {
         block_size user_specified_block_size kv_cache_layout gpu_memory_utilization num_gpu_blocks_override sliding_window
         enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval kv_cache_dtype_skip_layers
         mamba_page_size_padded skip_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode
-        enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm num_gpu_blocks num_cpu_blocks
+        user_specified_mamba_block_size enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm num_gpu_blocks num_cpu_blocks
         effective_attention_block_size kv_cache_size_tokens kv_cache_max_concurrency hash_block_size cache_hit_alignment_tokens
         swa_bounded_replay kv_cache_memory_bytes kv_offloading_backend _block_size_resolved""",
     "parallel_config": """
@@ -63,7 +63,7 @@ HARMLESS: dict[str, str] = {
         dp_sync_interval data_parallel_master_port is_moe_model enable_ep_weight_filter eplb_config
         expert_placement_strategy all2all_backend max_parallel_loading_workers disable_custom_all_reduce elastic_ep_max_dp_size
         dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization ray_workers_use_nsight
-        ray_runtime_env worker_extension_cls master_addr master_port numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
+        ray_runtime_env worker_extension_cls sd_worker_cls master_addr master_port numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
         distributed_timeout_seconds cpu_distributed_timeout_seconds world_size rank _data_parallel_master_port_list
         _coord_store_port dcp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate cp_kv_cache_interleave_size
         _allow_auto_resolve_cp_interleave_size data_parallel_index _api_process_rank fault_tolerance_config""",
@@ -114,7 +114,7 @@ HARMLESS: dict[str, str] = {
     "compilation_config.pass_config": """
         fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms enable_qk_norm_rope_fusion
         fuse_rope_kvcache_cat_mla fuse_act_padding fuse_mla_dual_rms_norm fuse_rope_kvcache fuse_qk_norm_rope_kvcache
-        rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb""",
+        rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb enable_sp fuse_gemm_comms sp_min_token_num""",
     "compilation_config.dynamic_shapes_config": "type evaluate_guards assume_32_bit_indexing",
     "profiler_config": """
         profiler torch_profiler_dir torch_profiler_activities proton_profiler_dir proton_context proton_data proton_backend
@@ -316,6 +316,7 @@ RESTRICTED: tuple[Field, ...] = (
         ("kv_cache_spec.is_index_group_leader", *_OFF),
         ("kv_cache_spec.non_causal_multi_token_decode", *_OFF),
         ("kv_cache_spec.extra_retained_tokens", (0,)),
+        ("kv_cache_spec.storage_block_size", _UNSET),
     ),
     *_restricted("sliding_window", ("kv_cache_spec.sliding_window", _UNSET)),
     *_restricted(
@@ -384,6 +385,7 @@ KV_KINDS: dict[str, str | None] = {
     "SlidingWindowSpec": None,
     "SlidingWindowMLASpec": "kv_kind",
     "CircularBufferSpec": "kv_kind",
+    "KpoolTailSpec": "kv_kind",
     "SinkFullAttentionSpec": "kv_kind",
     "UniformTypeKVCacheSpecs": "kv_kind",
     "HiSparseHotSpec": "other_option",

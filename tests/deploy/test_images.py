@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from tests.deploy.programs import check_call
-from vllm_plugin.selfcheck import SUPPORTED_LINE
+from vllm_plugin.lines import LINES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -47,7 +47,7 @@ def test_what_is_copied_is_there_and_let_through() -> None:
 
 
 def test_versions_are_those_of_the_project() -> None:
-    assert argument("VLLM_IMAGE").rpartition(":")[2].startswith(f"v{SUPPORTED_LINE}.")
+    assert argument("VLLM_IMAGE").rpartition(":")[2].startswith(f"v{LINES['rollout'][-1]}.")
     pins = {
         each.partition("==")[0]: each.partition("==")[2]
         for extra in PROJECT["optional-dependencies"].values()

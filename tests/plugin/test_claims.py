@@ -12,6 +12,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
+from tests.plugin.conftest import ON_NEWEST
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -158,12 +159,12 @@ def test_a_free_slot_is_one_adapters(scheduler: Any) -> None:
     assert claim(scheduler) == 0
 
 
-@pytest.mark.parametrize(("drafts", "chunks"), [(0, 0), (90, 1)])
+@pytest.mark.parametrize(("drafts", "chunks"), [(0, 0), (90, 1 if ON_NEWEST else 2)])
 def test_slots_for_a_drafters_keys_are_claimed_with_the_prompts(
     scheduler: Any, drafts: int, chunks: int
 ) -> None:
     """30 prompts of 300 tokens are 90 blocks; with a watermark of 25 they fit in 127. With slots for 90 drafts, and as many for their
-    keys, they are 120."""
+    keys, they are 120, by what vLLM itself asks its pool for: 150 of 0.31, which gives each prompt two blocks more."""
     scheduler.max_num_active_reqs = 30
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
     add_many(scheduler)

@@ -19,7 +19,8 @@ from rose.coserve.records import Phase
 from rose.errors import ConfigError
 from rose.policy.compat import row, row_of_number
 from rose.policy.engine_fields import HARMLESS, RESTRICTED
-from vllm_plugin import compat, selfcheck
+from tests.plugin.conftest import ON_NEWEST, newest_only
+from vllm_plugin import compat, lines, selfcheck
 from vllm_plugin.selfcheck import Owner, has_name
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,6 +33,8 @@ GROUPS = {
     "doctor": selfcheck.DOCTOR,
 }
 OWNERS = [owner for group in GROUPS.values() for owner in group]
+HERE = {name: group for name, group in GROUPS.items() if name != "api" or ON_NEWEST}
+"""What the installed line is asked for."""
 
 VLLMS = {"scheduler", "_scheduler", "pool", "_pool", "request", "engine", "_engine", "block", "scheduler_output", "vllm_config"}  # fmt: skip
 """Our names of what is always an object of vLLM's."""
@@ -216,7 +219,7 @@ def test_the_page_names_every_file_that_imports_vllm() -> None:
         return any(name.split(".")[0] == "vllm" for name in names)
 
     page = (ROOT / "docs" / "extending.md").read_text()
-    steps = page.partition("## A vLLM version")[2].partition("\n## ")[0]
+    steps = page.partition("## Another vLLM version")[2].partition("\n## ")[0]
     named = set(re.findall(r"`vllm_plugin/(\w+\.py)[:`]", steps))
     assert {path.name for path in SOURCES if imports(path)} == named
 
@@ -258,12 +261,14 @@ def test_what_is_not_vllms_is_left_alone(source: str) -> None:
 
 
 def test_nothing_is_wrong_with_the_vllm_that_is_installed() -> None:
-    assert selfcheck.problems() == []
-    for owners in GROUPS.values():
+    assert selfcheck.problems("serving") == []
+    for owners in HERE.values():
         assert selfcheck.problems_of(owners) == []
 
 
-@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.where)
+@pytest.mark.parametrize(
+    "owner", [one for group in HERE.values() for one in group], ids=lambda owner: owner.where
+)
 def test_each_name_that_is_gone_is_named(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, kind = owner.where.partition(":")
     if kind:
@@ -271,64 +276,63 @@ def test_each_name_that_is_gone_is_named(owner: Owner, monkeypatch: pytest.Monke
     else:
         monkeypatch.setitem(sys.modules, module, type(sys)(module))
     label = kind or module
-    own = {name for name in (*owner.names.split(), *owner.calls) if not hasattr(object, name)}
+    names = (*owner.names.split(), *owner.calls)
+    own = {one for one in names if not hasattr(object, one) and lines.has(f"{owner.where}:{one}")}
     assert {f"{label}.{name} is gone" for name in own} <= set(owner.problems())
 
 
 def test_a_module_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.request", None)
-    assert any(problem.startswith("vllm.v1.request:Request has moved") for problem in selfcheck.problems())
+    assert any(
+        problem.startswith("vllm.v1.request:Request has moved") for problem in selfcheck.problems("serving")
+    )
 
 
 def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "finish_requests", lambda self, ids: None)
-    assert selfcheck.problems() == ["Scheduler.finish_requests lacks request_ids, finished_status"]
+    assert selfcheck.problems("serving") == ["Scheduler.finish_requests lacks request_ids, finished_status"]
 
 
 def test_another_key_of_the_prefix_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "make_block_hash_with_group_id", lambda h, group: b"0:" + h)
-    assert selfcheck.problems() == ["keys of the prefix cache are another"]
+    assert selfcheck.problems("serving") == ["keys of the prefix cache are another"]
 
 
 def test_another_release_line_is_not_looked_at_further(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    assert selfcheck.problems() == ["vLLM 0.33.1+cpu is not of the supported line 0.32"]
+    assert selfcheck.problems("serving") == [
+        "vLLM 0.33.1+cpu is not of a line that role serving is supported on (0.31, 0.32)"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("version", "is_known"),
+    ("version", "line"),
     [
-        ("0.32.0", True),
-        ("0.32", True),
-        ("0.32.3+cpu", True),
-        ("0.32.0.post2", True),
-        ("0.32.1.dev17+g1a2b3c4.cpu", True),
-        ("0.32.0rc1", True),
-        ("0.33.0.dev3", False),
-        ("0.33.0rc1", False),
-        ("0.3.2", False),
-        ("1.0.32", False),
-        ("1!0.32.0", False),
-        ("0.320.0", False),
-        ("dev", False),
-        ("", False),
+        ("0.32.0", "0.32"),
+        ("0.32", "0.32"),
+        ("0.32.3+cpu", "0.32"),
+        ("0.32.0.post2", "0.32"),
+        ("0.32.1.dev17+g1a2b3c4.cpu", "0.32"),
+        ("0.32.0rc1", "0.32"),
+        ("0.31.0+cpu", "0.31"),
+        ("0.33.0.dev3", None),
+        ("0.33.0rc1", None),
+        ("0.3.2", None),
+        ("1.0.32", None),
+        ("1!0.32.0", None),
+        ("0.320.0", None),
+        ("dev", None),
+        ("", None),
     ],
 )
-def test_which_line_a_build_is_of_its_release_says(
-    version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", version)
-    assert selfcheck.problems() == (
-        [] if is_known else [f"vLLM {version} is not of the supported line {selfcheck.SUPPORTED_LINE}"]
-    )
+def test_which_line_a_build_is_of_its_release_says(version: str, line: str | None) -> None:
+    assert lines.line_of(version) == line
 
 
 class Plain:
@@ -407,6 +411,7 @@ def test_production_stays_stock_where_a_private_name_is_gone(
     assert (record.phase, row_of_number(record.row)) == (Phase.OFF, row("unknown_version"))
 
 
+@newest_only
 def test_a_rollout_engine_does_not_start_there(lease: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.block_pool import BlockPool
 
@@ -416,6 +421,7 @@ def test_a_rollout_engine_does_not_start_there(lease: Any, monkeypatch: pytest.M
         vllm_plugin.register()
 
 
+@newest_only
 @pytest.mark.parametrize("owners", [selfcheck.API, selfcheck.WORKER, selfcheck.CPU_WORKER])
 def test_what_only_a_rollout_engine_needs_ends_that_by_name(
     owners: tuple[Owner, ...], monkeypatch: pytest.MonkeyPatch
