@@ -599,9 +599,6 @@ class RankWeights:
         return self.plan.targets[box.target].bits()
 
 
-# -- the vote ----------------------------------------------------------------------------------------
-
-
 def _identity(path: str) -> tuple[int, ...] | None:
     """Tells a file from another that took its name; None: there is none."""
     try:

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.scheduling.crowd --json FILE [--quick]``
 
-A real ``rose-scheduler`` and four fake engines (``rose.testing.fake_engine``: 20 ms per token, no model), each a process of its own, over
+A real ``rose-scheduler`` and four fake engines (``rose.testing.fake_node``: 20 ms per token, no model), each a process of its own, over
 HTTP.  1,000 agents begin within a second, 8 to a group; each has six turns of ``/rose/v1/generate`` whose prompt is all
 of its tokens so far, and its environment takes its time between them.  Groups are of three kinds, drawn by the seed, members alike but for
 what is drawn for each:
