@@ -40,8 +40,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NoReturn
 
 import msgspec
@@ -55,79 +53,13 @@ from rose.weights.spec import differences, model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
 from vllm_plugin.plan import BoxMap, ShardPlan
+from vllm_plugin.staged_update import StagedTensor, StagedUpdate, UpdatePhase, UpdateSlot
 from vllm_plugin.weight_bits import BoxUpdate, flat_of, hash_box, hash_piece, parked, put, signed
 
 logger = logging.getLogger("vllm.rose")
 
 STREAM_SLICE_S = 0.05
 """Of a version that streams: between two slices the engine answers, and gives memory back."""
-
-
-class UpdatePhase(StrEnum):
-    IDLE = "idle"
-    """No update is at hand."""
-    STAGING = "staging"
-    STAGED = "staged"
-    FAILED = "failed"
-    """The update was refused; ``error`` says why.  The weights are unchanged."""
-    STREAMING = "streaming"
-    """A part of a whole version is in place; ``commit`` goes on with it, and nothing leads back."""
-    COMMITTED = "committed"
-    """New bits are in place and proved; ``finish`` or ``undo`` comes next."""
-    BROKEN = "broken"
-    """An undo could not be proved, or there was none: this rank's weights are of no version.  Only a restart helps."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Staged:
-    target: WeightVersion
-    run: str
-    pieces: list[BoxUpdate]
-    hashes: dict[str, int]
-    """This rank's hash of each changed tensor, once committed."""
-    partial: dict[str, dict[str, Any]]
-    header: str
-    """Digest of the file's header: all ranks must have staged the same update."""
-    num_changed: int
-    stage_s: float
-    left: list[str] | None
-    """Of a version that streams, tensors that are still to come; None: it does not."""
-    file: UpdateFile | None
-    """Of a version that streams, open until all is written."""
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-
-@dataclass(kw_only=True, slots=True)
-class _StagedTensor:
-    pieces: list[BoxUpdate] = field(default_factory=list)
-    num_changed: int = 0
-    hash: int | None = None
-    """This rank's, once committed; None: unchanged."""
-    partial: dict[str, Any] | None = None
-    """For :func:`~vllm_plugin.weight_vote.judge`, of a tensor that this rank does not hold whole."""
-    streams: bool = False
-
-
-@dataclass(kw_only=True)
-class _Slot:
-    """The one update at hand.  Guarded by the rank's lock."""
-
-    phase: UpdatePhase = UpdatePhase.IDLE
-    target: WeightVersion | None = None
-    path: str = ""
-    source: tuple[int, ...] | None = None
-    error: RoseError | None = None
-    staged: _Staged | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def drop(self) -> None:
-        """What was staged is of no use any more."""
-        staged, self.staged = self.staged, None
-        if staged is not None:
-            staged.close()
 
 
 class RankWeights:
@@ -162,7 +94,7 @@ class RankWeights:
         self.model = model_digest(plan.tensors.values())
         self.hashes = self.scan()
         self._lock = threading.Lock()
-        self._slot = _Slot()
+        self._slot = UpdateSlot()
         self._thread: threading.Thread | None = None
 
     # -- looking ----------------------------------------------------------------------------------
@@ -234,16 +166,16 @@ class RankWeights:
             if run in ("", self.run) and target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
             slot.drop()
-            self._slot = _Slot(phase=UpdatePhase.STAGING, target=target, path=path, source=source)
+            self._slot = UpdateSlot(phase=UpdatePhase.STAGING, target=target, path=path, source=source)
             self._thread = threading.Thread(
                 target=self._stage_into, args=(self._slot, path, run), name="rose-weights-stage", daemon=True
             )
             self._thread.start()
 
-    def _stage_into(self, slot: _Slot, path: str, run: str) -> None:
+    def _stage_into(self, slot: UpdateSlot, path: str, run: str) -> None:
         assert slot.target is not None
         error: RoseError | None = None
-        staged: _Staged | None = None
+        staged: StagedUpdate | None = None
         try:
             staged = self._stage(path, slot.target, run, slot.cancelled)
         except RoseError as refused:
@@ -269,14 +201,14 @@ class RankWeights:
                 raise WeightsError(f"the engine is {self._slot.phase}", field="version")
             self._slot.cancelled.set()
             self._slot.drop()
-            self._slot = _Slot()
+            self._slot = UpdateSlot()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the staging thread, if there is one."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _stage(self, path: str, target: WeightVersion, run: str, cancelled: threading.Event) -> _Staged:
+    def _stage(self, path: str, target: WeightVersion, run: str, cancelled: threading.Event) -> StagedUpdate:
         began_s = time.monotonic()
         pieces: list[BoxUpdate] = []
         hashes: dict[str, int] = {}
@@ -299,7 +231,7 @@ class RankWeights:
                 unlike = differences(self.plan.tensors, file.specs)
                 raise WrongBase(f"of another model than this engine's: {unlike}", field="model")
 
-            def stage(name: str) -> _StagedTensor:
+            def stage(name: str) -> StagedTensor:
                 if cancelled.is_set():
                     raise WeightsError(f"staging of {target} was cancelled", field="version")
                 with torch.no_grad():  # a thread's own
@@ -316,7 +248,7 @@ class RankWeights:
                     left.append(name)
             if left is not None:
                 opened.pop_all()
-        return _Staged(
+        return StagedUpdate(
             target=target,
             run=file.header.run_id,
             pieces=pieces,
@@ -329,7 +261,7 @@ class RankWeights:
             file=None if left is None else file,
         )
 
-    def _in_turn(self, work: Callable[[str], _StagedTensor], names: Iterable[str]) -> Iterator[_StagedTensor]:
+    def _in_turn(self, work: Callable[[str], StagedTensor], names: Iterable[str]) -> Iterator[StagedTensor]:
         """In the order of ``names``, on all threads."""
         if self._num_threads == 1:
             yield from map(work, names)
@@ -340,24 +272,24 @@ class RankWeights:
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _stage_tensor(self, file: UpdateFile, name: str, *, streams: bool) -> _StagedTensor:
+    def _stage_tensor(self, file: UpdateFile, name: str, *, streams: bool) -> StagedTensor:
         """What becomes of one tensor; several threads may ask, each for another."""
         row = file.header.tensors[name]
         if name in self.plan.fallback:
             if row.num_changed:
                 raise WeightsError(f"cannot be patched: {self.plan.fallback[name]}", field=name)
             self._need_label(file, name)
-            return _StagedTensor()
+            return StagedTensor()
         if not self.plan.boxes[name]:
             return (
-                _StagedTensor()
+                StagedTensor()
             )  # another rank's, or one that the model's loader skips; judge() tells them apart
         before = None if row.h_before is None else statehash.from_hex(row.h_before)
         whole = self.plan.is_whole(name)
         after = held = self.hashes[name]
         if whole and before is not None and before != held:
             raise WrongBase(f"holds {statehash.to_hex(held)}, the update is for {row.h_before}", field=name)
-        found = _StagedTensor()
+        found = StagedTensor()
         if row.num_changed and streams:
             found.hash = after = self._hash_dense(file.view(name))
             found.num_changed = sum(box.num_elements for box in self.plan.boxes[name])
@@ -525,7 +457,7 @@ class RankWeights:
             if slot.phase is UpdatePhase.COMMITTED and slot.staged is not None:
                 self.version, self.run = slot.staged.target, slot.staged.run
                 self.hashes |= slot.staged.hashes
-                self._slot = _Slot()
+                self._slot = UpdateSlot()
             return self.version
 
     def _write(self, pieces: Sequence[BoxUpdate]) -> None:
@@ -535,7 +467,7 @@ class RankWeights:
             if bool(differs):
                 raise WeightsError("does not hold what was written", field=name)
 
-    def _stream(self, slot: _Slot, staged: _Staged, left: list[str]) -> None:
+    def _stream(self, slot: UpdateSlot, staged: StagedUpdate, left: list[str]) -> None:
         """Write the next tensors of a whole version, for a slice of time."""
         file, until_s = staged.file, time.monotonic() + STREAM_SLICE_S
         assert file is not None
@@ -574,12 +506,12 @@ class RankWeights:
         if total != after:
             raise SectionCorrupt(f"became {statehash.to_hex(total)} since it was staged", field=name)
 
-    def _break(self, slot: _Slot, error: RoseError) -> NoReturn:
+    def _break(self, slot: UpdateSlot, error: RoseError) -> NoReturn:
         slot.phase, slot.error = UpdatePhase.BROKEN, error
         slot.drop()
         raise error
 
-    def _take_back(self, slot: _Slot, staged: _Staged) -> None:
+    def _take_back(self, slot: UpdateSlot, staged: StagedUpdate) -> None:
         if staged.left is not None:
             self._break(slot, WeightsError(f"{slot.target} streamed in: nothing leads back", field="version"))
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 from rose.errors import SectionCorrupt, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights import statehash
-from vllm_plugin.rank_weights import UpdatePhase
+from vllm_plugin.staged_update import UpdatePhase
 
 
 def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:

@@ -27,7 +27,8 @@ from rose.weights import kernels, statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import RankWeights, UpdatePhase
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.staged_update import UpdatePhase
 
 FORBIDDEN = ("codec", "statehash", "update", "hash_", "zstd", "xxh", "open", "read", "safetensors", "json")
 """Parts of a name that would mean decoding, hashing or reading.  ``put`` and ``equal`` compare bits."""
