@@ -21,7 +21,7 @@ from rose.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class RoundPlan:
     """Groups that a step begins: those ``again`` that were put by, and ``num_new`` others, each with so many members more than it takes."""
 
     again: tuple[int, ...]
@@ -58,14 +58,14 @@ class TailBatching:
         if self.extra_members < 0:
             raise ConfigError(f"{self.extra_members} is below 0", field="extra_members")
 
-    def begin(self) -> Round:
+    def begin(self) -> RoundPlan:
         """The next step begins; a long round takes its groups from those that were put by."""
         if len(self.put_by) < self.num_groups:
-            return Round(
+            return RoundPlan(
                 again=(), num_new=self.num_groups + self.extra_groups, extra_members=self.extra_members
             )
         again = tuple(self.put_by.popleft() for _ in range(self.num_groups))
-        return Round(again=again, num_new=0, extra_members=0)
+        return RoundPlan(again=again, num_new=0, extra_members=0)
 
     def end(self, unfinished: Iterable[int]) -> None:
         """The step's batch is complete; these groups of it were not."""

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
-from rose.policy.tail_batching import Round, TailBatching
+from rose.policy.tail_batching import RoundPlan, TailBatching
 
 
 def test_short_rounds_begin_more_until_what_they_put_by_fills_a_long_one() -> None:
     batching = TailBatching(num_groups=4, extra_groups=2, extra_members=1)
-    short = Round(again=(), num_new=6, extra_members=1)
+    short = RoundPlan(again=(), num_new=6, extra_members=1)
     assert batching.begin() == short
     batching.end([3, 5])
     assert batching.begin() == short
     batching.end([0, 7])
-    assert batching.begin() == Round(again=(3, 5, 0, 7), num_new=0, extra_members=0)
+    assert batching.begin() == RoundPlan(again=(3, 5, 0, 7), num_new=0, extra_members=0)
     assert batching.begin() == short
 
 
