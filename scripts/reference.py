@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PUBLIC = """wire/answers wire/status wire/workers wire/samples wire/turns wire/errors wire/fleet auth errors
-    weights/publisher weights/params weights/ranks weights/source weights/store weights/stores weights/subscriber lineage
+    weights/file_store weights/publisher weights/params weights/ranks weights/source weights/store weights/stores weights/subscriber lineage
     train/envs/* train/rewards train/client train/batch train/rollout train/protocol train/trainer train/loss"""
 FILES = [path for glob in PUBLIC.split() for path in sorted((ROOT / "rose").glob(f"{glob}.py"))]
 """What users import; globs below ``rose``."""

@@ -185,9 +185,11 @@ class WakesReaders(MovesHeads, ABC):
         self._closed = False
 
     @abstractmethod
-    def get_head(self, run_id: str) -> Head | None: ...
+    def get_head(self, run_id: str) -> Head | None:
+        """See :meth:`ObjectStore.get_head`."""
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        """See :meth:`ObjectStore.wait_head`."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -202,6 +204,7 @@ class WakesReaders(MovesHeads, ABC):
                 self._changed.wait(min(left_s, self._look_s))
 
     def close(self) -> None:
+        """See :meth:`ObjectStore.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
