@@ -20,7 +20,7 @@ from vllm_plugin.roles import ENV_ALLOW_UNMEASURED
 LINES: dict[str, tuple[str, ...]] = {"serving": ("0.31", "0.32"), "rollout": ("0.32",)}
 """By the role of the engine."""
 UNTRIED = ("0.31",)
-"""Lines of which only the plugin's tests without an engine have run: refused, unless ``ROSE_ALLOW_UNMEASURED=1`` says otherwise."""
+"""Lines with which `make lines` has not yet passed whole: refused, unless ``ROSE_ALLOW_UNMEASURED=1`` says otherwise."""
 
 ONLY: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.launchers.cli_args:propagate_flash_late_interaction": ("0.32",),
@@ -100,9 +100,7 @@ def problem(role: str) -> str | None:
             f"vLLM {vllm.__version__} is not of a line that role {role} is supported on ({', '.join(lines)})"
         )
     if line in UNTRIED and os.environ.get(ENV_ALLOW_UNMEASURED) != "1":
-        return (
-            f"no engine of vLLM {line} has run with ROSE yet: {ENV_ALLOW_UNMEASURED}=1 allows it all the same"
-        )
+        return f"not all of ROSE's tests have run on vLLM {line} yet: {ENV_ALLOW_UNMEASURED}=1 allows it all the same"
     return None
 
 

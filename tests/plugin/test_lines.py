@@ -82,12 +82,12 @@ def test_an_older_line_serves_production_and_no_policy(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("older")
-def test_a_line_with_which_no_engine_has_run_is_the_operators_to_allow(
+def test_a_line_that_was_not_tried_whole_is_the_operators_to_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
     assert lines.problem("serving") == (
-        "no engine of vLLM 0.31 has run with ROSE yet: ROSE_ALLOW_UNMEASURED=1 allows it all the same"
+        "not all of ROSE's tests have run on vLLM 0.31 yet: ROSE_ALLOW_UNMEASURED=1 allows it all the same"
     )
     assert NEWEST not in lines.UNTRIED
 
