@@ -4,7 +4,7 @@ A device is shared where there is nothing to decide: all jobs of its base model 
 fair sharing, the device has those weights, and each of these jobs may hold every device of its tier.  A device of a base model that no
 job uses is shared too.  A shared device takes turns of every job, as it would without provisioning, and is never parked.
 
-Pure; caller: ``rose.policy.assigning``.
+Pure.
 """
 
 from __future__ import annotations

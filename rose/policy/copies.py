@@ -11,7 +11,7 @@ whose sums depend on the batch round differently, and a token may tip over) the 
 
 Who feeds a :class:`~rose.policy.turns.TurnBook` asks :meth:`Copies.look` after each tick, submits what it says, and tells it what waits again and what ended.
 
-Pure; caller: ``rose.sim.copying``.
+Pure.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ expected to make yet.  ``lost``: how much longer it has taken so far than that s
 what has lasted so long is expected to last as long again (Lindy's law).  So a turn with much to read again is moved late, and a
 short one soon.  Turns go from engines that can be taken back to dedicated ones only, so none goes to and fro.
 
-Pure; caller: ``rose.policy.turns``.
+Pure.
 """
 
 from __future__ import annotations

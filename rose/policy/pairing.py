@@ -10,7 +10,7 @@ and its waiting falls into its training (the round-robin groups of RollMux).
 - **Whose turn it is.**  Of a pair that both sample, the one that began first; until it has done twice its usual work, so that the other
   is not kept waiting by one that does not end.  The other gets what the first would not gain anything with.
 
-Pure; caller: ``rose.policy.provisioning``.
+Pure.
 """
 
 from __future__ import annotations

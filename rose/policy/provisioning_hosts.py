@@ -1,6 +1,6 @@
 """A host as provisioning believes it to be, what it costs to have it work for a job, and the settings of both.
 
-Pure; caller: ``rose.policy.provisioning``.
+Pure.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ everything that the prediction leaves out.
 
 First tokens are not part of it: while one is owed, there is one rollout step in turn, as without this.
 
-Pure: no I/O, no clock.  Caller: ``rose.sim.device``.
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations

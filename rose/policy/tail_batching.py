@@ -8,7 +8,7 @@ waits for all.  So the longest wait for each other and not everybody for them.
 the next the lengths are those of the job.  Within a round they are not: a short round's update sees short groups, a long round's long ones.  With more members than a
 group has, those that end first are taken, which are the shorter ones, and the longer are never trained on: a bias of the gradient, as long as it is on.
 
-Pure; caller: ``rose.sim.job``.
+Pure.
 """
 
 from __future__ import annotations
