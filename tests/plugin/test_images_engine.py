@@ -19,7 +19,7 @@ from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
 from tests.tiny_shapes import image_url, write_shape, write_weights
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.conformance, pytest.mark.timeout(240)]
 
 SEATS = 16
 ARGS = (f"--max-num-seqs={SEATS}",)
@@ -98,7 +98,6 @@ def test_answers_are_the_same_whatever_is_lent(production: Production, agent: Ag
     assert production.answers() == alone
 
 
-@pytest.mark.conformance
 def test_answers_while_memory_is_lent_are_those_of_vllm_without_the_plugin(
     production: Production, agent: Agent
 ) -> None:
@@ -110,7 +109,6 @@ def test_answers_while_memory_is_lent_are_those_of_vllm_without_the_plugin(
     assert production.answers() == expected
 
 
-@pytest.mark.conformance
 def test_a_burst_of_images_takes_lent_memory_back_and_its_steps_are_learned(
     production: Production, agent: Agent
 ) -> None:
@@ -141,7 +139,6 @@ def test_a_burst_of_images_takes_lent_memory_back_and_its_steps_are_learned(
     assert any(one.owes_first and one.ttft_deadline_ns for one in seen)
 
 
-@pytest.mark.conformance
 def test_the_doctor_had_said_so(production: Production, agent: Agent) -> None:
     answer = ask_about(production.server)
     lease = agent.lease()

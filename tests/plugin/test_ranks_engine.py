@@ -79,6 +79,7 @@ def test_a_rollout_engine_takes_and_gives_back_on_both_ranks(rollout: tuple[Engi
     assert Turn(server, PROMPT, 40).choice()["token_ids"] == before
 
 
+@pytest.mark.conformance
 def test_a_step_of_two_ranks_waits_between_two_layers_and_its_tokens_are_the_same(
     rollout: tuple[EngineServer, Host],
 ) -> None:

@@ -33,7 +33,10 @@ from tests.tiny_model import VOCAB_SIZE, write_tiny_model, write_weights
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="tied"), pytest.param(False, marks=pytest.mark.conformance, id="untied")],
+)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     policy = Policy(tmp_path_factory.mktemp("policy"), tied=request.param)
     env = {

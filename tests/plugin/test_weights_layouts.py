@@ -64,6 +64,8 @@ CASES: list[tuple[str, Callable[[Tensors], list[Held]], bool, int]] = [
     ("megatron-pp-2", megatron(1, 1, 2, **HEADS), True, 0),
     ("megatron-tp-2-pp-2-ep-2", megatron(2, 2, 2, **HEADS), False, 4),
 ]
+QUICK = ("fsdp-2", "hsdp-2x2", "tp-2", "tp-2-fsdp-2", "megatron-tp-2-pp-2-ep-2")
+"""Each way to divide once; the others, which mix no more of them, in ``make conformance``."""
 
 
 class Engine:
@@ -161,7 +163,13 @@ def run_lineage(
 
 
 @pytest.mark.timeout(120 + VERSIONS)
-@pytest.mark.parametrize(("name", "cut", "tied", "experts"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "cut", "tied", "experts"),
+    [
+        pytest.param(*case, id=case[0], marks=() if case[0] in QUICK else pytest.mark.conformance)
+        for case in CASES
+    ],
+)
 def test_random_versions_are_what_a_fresh_load_gives(
     relay: ObjectStore,
     name: str,

@@ -17,11 +17,26 @@ import pytest
 
 from tests.scheduler.real_gateway import Gateway, sampled_once
 
-STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 QUESTION = "What will the weather in Zürich be?"
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 80}
 Said = list[Any]
 """Calls of the tool, and texts, in their order."""
+
+
+def ways(*protocols: str, first: tuple[str, bool]) -> pytest.MarkDecorator:
+    """``protocol`` and ``streamed``: ``first`` in ``make test``, which has each protocol once over all frameworks, the others in ``make conformance``."""
+    every = [(protocol, streamed) for protocol in protocols for streamed in (False, True)]
+    return pytest.mark.parametrize(
+        ("protocol", "streamed"),
+        [
+            pytest.param(
+                *way,
+                id=f"{way[0]}-{'streamed' if way[1] else 'whole'}",
+                marks=() if way == first else pytest.mark.conformance,
+            )
+            for way in every
+        ],
+    )
 
 
 @asynccontextmanager
@@ -59,8 +74,7 @@ async def compare(gateway: Gateway, play: Callable[[str, str], Awaitable[Said]])
     sampled_once(gateway, name, num_turns)
 
 
-@STREAMED
-@pytest.mark.parametrize("protocol", ["chat", "responses"])
+@ways("chat", "responses", first=("chat", True))
 async def test_openai_agents(gateway: Gateway, streamed: bool, protocol: str) -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
@@ -98,8 +112,7 @@ async def test_openai_agents(gateway: Gateway, streamed: bool, protocol: str) ->
     await compare(gateway, play)
 
 
-@STREAMED
-@pytest.mark.parametrize("protocol", ["chat", "responses"])
+@ways("chat", "responses", first=("responses", False))
 async def test_langchain_openai(gateway: Gateway, streamed: bool, protocol: str) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     messages_of = pytest.importorskip("langchain_core.messages")
@@ -159,8 +172,7 @@ def _text_of(content: Any) -> str:
     return "".join(block.get("text", "") for block in content if block.get("type") == "text")
 
 
-@STREAMED
-@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+@ways("chat", "responses", "messages", first=("messages", True))
 async def test_pydantic_ai(gateway: Gateway, streamed: bool, protocol: str) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
 

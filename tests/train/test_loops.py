@@ -527,8 +527,15 @@ async def test_what_cannot_be_lent_is_said_before_anything_starts(world: World, 
         check_job(TrainConfig.model_validate(table))
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("dies_after", [1, 4])
+@pytest.mark.parametrize(
+    ("mode", "dies_after"),
+    [
+        ("synchronous", 1),
+        ("asynchronous", 4),
+        pytest.param("synchronous", 4, marks=pytest.mark.conformance),
+        pytest.param("asynchronous", 1, marks=pytest.mark.conformance),
+    ],
+)
 async def test_what_was_trained_since_the_last_checkpoint_is_trained_again_after_a_death(
     world: World, mode: str, dies_after: int
 ) -> None:

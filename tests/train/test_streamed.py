@@ -263,8 +263,15 @@ async def test_a_streamed_run_begins_early_and_applies_each_trajectory_once(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("victim", ["kill_trainer", "kill_manager"])
+@pytest.mark.parametrize(
+    ("victim", "mode"),
+    [
+        ("kill_trainer", "synchronous"),
+        ("kill_manager", "asynchronous"),
+        pytest.param("kill_trainer", "asynchronous", marks=pytest.mark.conformance),
+        pytest.param("kill_manager", "synchronous", marks=pytest.mark.conformance),
+    ],
+)
 async def test_a_death_in_the_middle_of_a_step_loses_what_had_begun_and_nothing_else(
     world: World, monkeypatch: pytest.MonkeyPatch, mode: str, victim: str
 ) -> None:

@@ -27,7 +27,7 @@ from tests.tiny_model import write_tiny_model
 from tests.weights.reading import newest
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = pytest.mark.parametrize("ranks", [1, 2])
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.conformance), 2])
 
 
 def run(
@@ -96,7 +96,9 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     )
 
 
-@pytest.mark.parametrize(("signed", "ranks"), [(True, 1), (False, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("signed", "ranks"), [pytest.param(True, 1, marks=pytest.mark.conformance), (False, 1), (True, 2)]
+)
 def test_the_publishing_example_ends_bit_identical(tmp_path: Path, signed: bool, ranks: int) -> None:
     """Two ranks: FSDP2 cuts the model, and each publishes its own shard."""
     args = [f"file://{tmp_path}/store", "--steps", "2", *([] if signed else ["--unsigned"])]
@@ -133,7 +135,9 @@ def megatron() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("tp", "pp", "ranks"), [(2, 2, 4), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ranks"), [(2, 2, 4), pytest.param(1, 2, 4, marks=pytest.mark.conformance)]
+)
 def test_ranks_that_hold_megatrons_tensors_publish_the_checkpoints(
     tmp_path: Path, tp: int, pp: int, ranks: int
 ) -> None:
