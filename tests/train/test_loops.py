@@ -129,7 +129,7 @@ async def test_under_wait_nothing_is_dropped_and_nothing_too_old(world: World, m
     script, config, _ = await run(
         world,
         {2: "kill_manager"},
-        num_steps=8,
+        num_steps=8 if mode == "asynchronous" else 4,
         rollout={**SMALL, "mode": mode, "alpha": alpha, "on_stale": "wait"},
         env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
     )

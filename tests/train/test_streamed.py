@@ -203,7 +203,7 @@ def test_steps_in_a_row_with_the_guards_measure(policy_model: Path) -> None:
 # --- in a run ------------------------------------------------------------------------------------------
 
 STREAMED = {"stream_groups": "gradients", "num_epochs": 1, "minibatch_sequences": 64, "fine_tuning_steps": 0}
-UNEVEN = {"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}}
+UNEVEN = {"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}}
 """Environments with stragglers, so that groups end at different times."""
 
 
