@@ -22,7 +22,10 @@ When pytest itself dies, the nursery sees its pipe close and does the same for e
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -36,6 +39,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -74,6 +78,21 @@ if line_of(importlib.metadata.version("vllm")) in UNTRIED:
     BASE_ENV["ROSE_ALLOW_UNMEASURED"] = "1"
 TERM_GRACE_S = 5.0
 SPIN_S = 0.02
+LOADED_LATER = (
+    "model_hosting_container_standards.sagemaker",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.derender.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.engine.async_llm",
+)
+"""What the modules of :func:`_import_engine` do not import, and every server does."""
+OVERRIDES = "register_triton_kernel_overrides"
 
 
 class EngineStartError(RuntimeError):
@@ -475,13 +494,30 @@ class _OwnChild:
 
 
 def _import_engine() -> None:
-    """Load what every server process loads."""
+    """Load what every server process loads, and do once what each of them would do."""
     import vllm.entrypoints.cli.serve
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+
+    for name in LOADED_LATER:
+        with contextlib.suppress(ImportError):  # another release has it elsewhere
+            importlib.import_module(name)
+    if hasattr(CpuPlatform, OVERRIDES):
+        # Looks at all that every module holds, and stumbles over llvmlite's: before numba is loaded, as in a worker.
+        with warnings.catch_warnings(action="ignore"):
+            getattr(CpuPlatform, OVERRIDES)()
+        import numpy as np
+
+        from rose.weights.statehash import hash_bits
+
+        hash_bits(np.zeros(1, np.uint16))  # numba, and a kernel of ours from the disk
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage several times in each process: what is loaded here is none
+    atexit.register(gc.unfreeze)  # bindings that look for leaks at the end would find all of it
 
 
 def _fork_workers() -> None:
@@ -499,6 +535,8 @@ def _fork_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the original insists on spawn
 
     setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))  # noqa: B010
+    if hasattr(CpuPlatform, OVERRIDES):
+        setattr(CpuPlatform, OVERRIDES, classmethod(lambda cls: None))  # the image has done it
 
 
 def _become(command: dict[str, Any], answers: IO[str]) -> None:
