@@ -219,13 +219,13 @@ def headlines(runs: list[Run]) -> str:
     met = f"{sum(every('coserve', 'bar_met')):.0f}"
     return "\n".join(
         [
-            "| on two CPU cores, over the same without | measured | noise: nothing changed, or 95 % interval |",
+            "| on two CPU cores | with ROSE over without | the same where nothing changed; of steps the 95 % interval |",
             "|---|---|---|",
             f"| latency of a request, with the plugin and nothing lent | {span(end, '{:.3f}x')} ({len(end)} runs) | {span(end_noise, '{:.3f}x')} |",
             f"| production's P99 first token, beside rollouts on its core ([bar](docs/evidence.md#what-co-serving-is-judged-by) met by {met} of {len(ratios)} runs) "
             f"| {span(ratios, '{:.2f}x')} | {span(noise, '{:.2f}x')} |",
             f"| its P99 between tokens, same runs | {span(between, '{:.2f}x')} | {span(between_noise, '{:.2f}x')} |",
-            "| RL training steps a minute in `make demo`, with harvesting, three seeds ([and before it had this form](docs/evidence.md#what-breaks-these-rules)) "
+            "| RL training steps a minute in `make demo`, more is better, three seeds ([and of the demo's earlier forms](docs/evidence.md#what-breaks-these-rules)) "
             f"| {span(sorted(steps), '{:.2f}x')} | {min(low, default=0):.2f}x to {max(high, default=0):.2f}x |",
             "",
         ]
