@@ -372,6 +372,8 @@ class Provisioning:
         actions: list[Action] = []
         runs = {job.run for job in self.jobs.values()} | {""}
         for job in sorted(self.jobs.values(), key=_share):
+            if job.is_away:  # what it last said of its turns is of before
+                continue
             # One host a tick and job: the next report already counts on it.
             free = [
                 host

@@ -144,6 +144,17 @@ def test_a_job_takes_no_more_borrowed_devices_than_it_may() -> None:
     assert taken([*tick(book, 1.0, MANY), *tick(book, 2.0, MANY)]) == ["a"]
 
 
+def test_a_job_that_went_away_with_turns_waiting_gets_no_device_that_comes_then() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    book.handle(pv.JobSeen(at_s=0.0, job="j", n_dedicated=1, n_harvested=0))
+    tick(book, 1.0, MANY)
+    away_s = 2.0 + PARAMS.job_idle_s
+    tick(book, away_s)
+    seen(book, "d", at_s=away_s, tier=Tier.DEDICATED)
+    assert tick(book, away_s + 1.0) == []
+    assert taken(tick(book, away_s + 2.0, MANY)) == ["d"]
+
+
 def test_one_spike_activates_nothing(book: pv.Provisioning) -> None:
     job(book, "j", 1, 2, run="run-j")
     tick(book, 1.0, MANY)
