@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 
 BUCKET = "weights"
+# One request at a time: moto looks whether a key is there and writes afterwards, where S3's conditional write is one act.
 _SERVE = """
 import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.server import ThreadedMotoServer
+answer, one = DomainDispatcherApplication.__call__, threading.Lock()
+def in_turn(*request):
+    with one:
+        return answer(*request)
+DomainDispatcherApplication.__call__ = in_turn
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 host, port = server.get_host_and_port()
