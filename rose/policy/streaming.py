@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Streamed = Literal["off", "log_probs", "gradients"]
+StreamedSetting = Literal["auto", "off", "log_probs", "gradients"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,17 @@ class StreamingRefusal:
     field: str
     reason: str
     fix: str
+
+
+def chosen(setting: StreamedSetting, step: StepShape, *, is_synchronous: bool) -> Streamed:
+    """What a job has: its own choice, or of ``auto`` gradients, where they are exact and something waits for them.
+
+    A synchronous step waits for its slowest trajectory and then for its trainer: 1.26 times as long as with gradients that began meanwhile.  An asynchronous
+    trainer has other groups to compute on, and gained nothing (``benchmarks/training/streamed.py``).  Log-probs alone were not measured.
+    """
+    if setting != "auto":
+        return setting
+    return "off" if not is_synchronous or refusal_of("gradients", step) else "gradients"
 
 
 def refusal_of(streamed: Streamed, step: StepShape) -> StreamingRefusal | None:

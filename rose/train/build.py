@@ -79,7 +79,7 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
             if settings.lora.rank
             else None
         ),
-        streamed=settings.stream_groups,
+        streamed=config.streamed,
         seed=config.seed,
     )
 

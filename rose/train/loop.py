@@ -34,7 +34,7 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, RunInterrupted, TrainError
-from rose.policy.streaming import StepShape, refusal_of
+from rose.policy.streaming import refusal_of
 from rose.train.actors import ActorDied, Actors, EvaluationFailed
 from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
@@ -117,17 +117,7 @@ def check_job(config: TrainConfig) -> None:
         )
     if config.rollout.adaptive_alpha.enabled:
         _check_adaptive_alpha(config)
-    refused = refusal_of(
-        config.trainer.stream_groups,
-        StepShape(
-            num_epochs=config.trainer.num_epochs,
-            minibatch_sequences=config.trainer.minibatch_sequences,
-            batch_sequences=config.rollout.num_groups * config.rollout.group_size,
-            scale_advantages=config.trainer.recipe.scale_advantages,
-            on_stale=config.rollout.on_stale,
-            lends_device=config.lend.node_dir is not None,
-        ),
-    )
+    refused = refusal_of(config.streamed, config.step_shape)
     if refused is not None:
         raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
     if not (config.model / "config.json").is_file():
@@ -353,7 +343,7 @@ async def _played(config: TrainConfig, actors: Actors, plans: list[list[GroupPla
     """Play the episodes; where steps are streamed, the trainer computes on groups that are complete meanwhile."""
     playing = asyncio.ensure_future(actors.run(plans))
     try:
-        while config.trainer.stream_groups != "off" and not playing.done():
+        while config.streamed != "off" and not playing.done():
             if not await actors.begin():
                 break
     except ActorDied:

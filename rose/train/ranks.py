@@ -122,6 +122,11 @@ class RankedTrainer:
     def module(self) -> Any:
         return self._trainer.module
 
+    @property
+    def inner(self) -> Trainer:
+        """Rank 0's own trainer, which is of the same kind as the others'."""
+        return self._trainer
+
     def step(
         self,
         samples: Sequence[TrainingSequence],

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rose.config import Section
+from rose.policy.streaming import StepShape, Streamed, chosen
 from rose.train.trainer_settings import TrainerSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
@@ -342,6 +343,29 @@ class TrainConfig(Section):
         """The highest bound that may ever be in force."""
         adaptive = self.rollout.adaptive_alpha
         return max(self.alpha, adaptive.most) if adaptive.enabled else self.alpha
+
+    @property
+    def step_shape(self) -> StepShape:
+        """What decides how much of a step may begin before its batch is complete."""
+        return StepShape(
+            num_epochs=self.trainer.num_epochs,
+            minibatch_sequences=self.trainer.minibatch_sequences,
+            batch_sequences=self.rollout.num_groups * self.rollout.group_size,
+            scale_advantages=self.trainer.recipe.scale_advantages,
+            on_stale=self.rollout.on_stale or ("mask" if self.trainer.stream_groups == "auto" else None),
+            lends_device=self.lend.node_dir is not None,
+        )
+
+    @property
+    def streamed(self) -> Streamed:
+        """What begins before the batch is complete, where the trainer can (``rose.train.protocol.Trainer.begin``)."""
+        synchronous = self.rollout.mode == "synchronous"
+        return chosen(self.trainer.stream_groups, self.step_shape, is_synchronous=synchronous)
+
+    @property
+    def stale_rule(self) -> Literal["wait", "mask", "cancel"] | None:
+        """``rollout.on_stale``.  Without it, a run that streams has ``mask``: what the trainer itself does with what is beyond ``alpha``."""
+        return self.rollout.on_stale or (None if self.streamed == "off" else "mask")
 
     @property
     def has_dynamic_sampling(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rose.config import REQUIRED, Section
-from rose.policy.streaming import Streamed
+from rose.policy.streaming import StreamedSetting
 from rose.train.constrained import Constrained
 from rose.train.recipes import (
     RECIPES,
@@ -168,9 +168,10 @@ class TrainerSettings(Section):
     """What each rank computes on: ``cuda`` asks Ray for a GPU for each.  Ranks speak through gloo, and through NCCL on GPUs."""
     offload: bool = False
     """Keep fp32 masters and AdamW's moments in host memory, where GPUs compute."""
-    stream_groups: Streamed = "off"
+    stream_groups: StreamedSetting = "auto"
     """Compute on the groups that are complete while the others are still played; the step's update is the same.  ``log_probs``: those of the step's first
-    weights, with any recipe.  ``gradients``: these too, where a step is one update and an advantage its group's (``rose.policy.streaming``)."""
+    weights, with any recipe.  ``gradients``: these too, where a step is one update and an advantage its group's (``rose.policy.streaming``).
+    ``auto``: gradients in a synchronous run where they are exact, else off."""
     num_threads: int = Field(default=1, ge=1, le=1024)
     """Threads of torch, per rank."""
     keep_checkpoints: int = Field(default=3, ge=1)

@@ -124,7 +124,7 @@ class TrainWorker:
         self._successes: deque[float] = deque(maxlen=BEST_OVER_STEPS)
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
-        self._streams = config.trainer.stream_groups != "off"
+        self._streams = config.streamed != "off"
         self._begun: set[str] = set()
         """Groups that the step has begun with, or is about to."""
         self._fresh: list[Any] = []
@@ -171,9 +171,12 @@ class TrainWorker:
             )
         else:
             self._trainer = await asyncio.to_thread(self._make_trainer, self._config)
-        if self._streams and not hasattr(self._trainer, "begin"):
+        trainer = self._trainer.inner if self._ranks else self._trainer
+        if self._config.trainer.stream_groups == "auto" and not hasattr(trainer, "begin"):
+            self._streams = False
+        if self._streams and not hasattr(trainer, "begin"):
             raise TrainError(
-                f"{type(self._trainer).__name__} has no begin(), see rose.train.protocol.Trainer",
+                f"{type(trainer).__name__} has no begin(), see rose.train.protocol.Trainer",
                 field="trainer.stream_groups",
                 fix='set it to "off"',
             )
@@ -347,7 +350,7 @@ class TrainWorker:
     @property
     def _staleness(self) -> dict[str, Any]:
         """One bound for both sides, where the job names a rule: else the scheduler keeps to its own."""
-        rule = self._config.rollout.on_stale
+        rule = self._config.stale_rule
         return {} if rule is None else {"alpha": self._collected.params.alpha, "on_stale": rule}
 
     def _bound_by(self, alpha: int | None) -> None:
@@ -387,7 +390,9 @@ class TrainWorker:
         return f"{self._attempt}.{version}"
 
     async def begin(self) -> int:
-        """Compute on the groups that are complete while others are played; the number that the step lacks.  Where steps are streamed."""
+        """Compute on the groups that are complete while others are played; the number that the step lacks, 0 where nothing can begin.  Where steps are streamed."""
+        if not self._streams:
+            return 0
         async with self._busy:
             await self._settle(wait=False)
             await self._lease(STREAM_WAIT_S, while_played=True)

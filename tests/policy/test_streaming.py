@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rose.policy.streaming import StepShape, refusal_of
+from rose.policy.streaming import StepShape, Streamed, StreamedSetting, chosen, refusal_of
 
 EXACT = StepShape(
     num_epochs=1, minibatch_sequences=16, batch_sequences=16, scale_advantages="group", on_stale="mask"
@@ -47,3 +47,20 @@ def test_a_device_that_is_lent_meanwhile_computes_nothing() -> None:
     refused = refusal_of("log_probs", replace(EXACT, lends_device=True))
     assert refused is not None
     assert refused.field == "lend.node_dir"
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_epochs", "is_synchronous", "expected"),
+    [
+        ("auto", 1, True, "gradients"),
+        ("auto", 1, False, "off"),
+        ("auto", 2, True, "off"),
+        ("off", 1, True, "off"),
+        ("log_probs", 2, False, "log_probs"),
+    ],
+)
+def test_auto_is_gradients_where_they_are_exact_and_waited_for(
+    setting: StreamedSetting, num_epochs: int, is_synchronous: bool, expected: Streamed
+) -> None:
+    step = replace(EXACT, num_epochs=num_epochs)
+    assert chosen(setting, step, is_synchronous=is_synchronous) == expected

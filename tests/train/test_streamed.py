@@ -14,6 +14,7 @@ import torch
 from rose.errors import ConfigError, TrainError
 from rose.train.advantages import OverlongParams
 from rose.train.batch import Minibatch, TrainingSequence, samples_of
+from rose.train.build import trainer_params
 from rose.train.guard import GuardParams
 from rose.train.loop import check_job
 from rose.train.loss import LossParams
@@ -366,3 +367,46 @@ async def test_what_cannot_be_exact_is_refused_by_name(world: World) -> None:
     with pytest.raises(TrainError, match="Plain has no begin") as refused:
         await run(world, {}, parts=parts, rollout=rollout("synchronous"), trainer=STREAMED)
     assert refused.value.field == "trainer.stream_groups"
+
+
+def test_a_job_that_says_nothing_streams_where_it_is_exact(world: World) -> None:
+    def job(trainer: dict[str, Any], **change: Any) -> TrainConfig:
+        small = {name: one for name, one in rollout("synchronous").items() if name != "on_stale"}
+        plain = {name: one for name, one in STREAMED.items() if name != "stream_groups"}
+        return TrainConfig.model_validate(
+            job_table(world, rollout={**small, **change}, trainer={**plain, **trainer})
+        )
+
+    found = job({})
+    check_job(found)
+    assert (found.streamed, found.stale_rule) == ("gradients", "mask")
+    for other in (
+        job({"stream_groups": "off"}),
+        job({"num_epochs": 2}),
+        job({"minibatch_sequences": 8}),
+        job({}, mode="asynchronous"),
+    ):
+        check_job(other)
+        assert (other.streamed, other.stale_rule) == ("off", None)
+    waits = job({}, on_stale="wait")
+    assert (waits.streamed, waits.stale_rule) == ("off", "wait")
+
+
+class Unaware(TorchTrainer):
+    """A whole trainer of one's own, without ``begin``."""
+
+    begin = property()  # type: ignore[assignment]
+
+
+async def test_a_trainer_without_begin_waits_for_its_batch(world: World) -> None:
+    trainer = {name: one for name, one in STREAMED.items() if name != "stream_groups"}
+    parts = Parts(
+        make_publisher=file_publisher,
+        make_trainer=lambda config: Unaware(config.model, trainer_params(config)),
+    )
+    script, config, result = await run(
+        world, {}, parts=parts, num_steps=2, rollout=rollout("synchronous"), env=UNEVEN, trainer=trainer
+    )
+    assert result.num_steps == 2
+    assert_applied_once(world, config)
+    assert all(record["streamed_s"] == 0.0 for record in script.records)
