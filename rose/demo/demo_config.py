@@ -71,7 +71,7 @@ class JobSettings(Section):
 
 class DemoConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=72, ge=1, le=1000)
+    steps: int = Field(default=60, ge=1, le=1000)
     num_pairs: int = Field(default=3, ge=2, le=50)
     """Of blocks with harvesting off and on, each of one period of traffic."""
     trace: Path | None = None
