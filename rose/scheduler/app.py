@@ -45,8 +45,10 @@ from rose.scheduler.standby import not_listening, url_of
 from rose.scheduler.status import Status
 from rose.scheduler.store import TrajectoryStore
 from rose.scheduler.timeline import Timeline
+from rose.scheduler.token_api import TokenRoutes
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
+from rose.scheduler.turn_runs import TurnRuns
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 from rose.wire.answers import HealthStatus, ReadyStatus
 from rose.wire.reading import Reports
@@ -204,16 +206,18 @@ class Scheduler:
             self.looking,
         )
         requests = TurnRequests(config, self.store, self.dispatcher, is_traced=self.tracing is not None)
-        openai = OpenAIRoutes(config, self.dispatcher, self.inflight, prompts, self.renderer, requests)
+        turns = TurnRuns(self.dispatcher, self.inflight)
+        openai = OpenAIRoutes(config, self.dispatcher, self.inflight, turns, prompts, self.renderer, requests)
+        tokens = TokenRoutes(config, self.inflight, turns, requests)
         counts = CountRoutes(self.dispatcher, prompts, self.renderer, requests)
         app = web.Application(
             client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
         )
-        self._add_routes(app, openai, counts)
+        self._add_routes(app, openai, tokens, counts)
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        self.front = Front(self._runner_server, self._hot_routes(openai), read_s=times.read_s)
+        self.front = Front(self._runner_server, self._hot_routes(openai, tokens), read_s=times.read_s)
         loop = asyncio.get_running_loop()
         try:
             if self._listener is None:
@@ -267,7 +271,9 @@ class Scheduler:
 
     # --- routes ----------------------------------------------------------------------------------------
 
-    def _add_routes(self, app: web.Application, openai: OpenAIRoutes, counts: CountRoutes) -> None:
+    def _add_routes(
+        self, app: web.Application, openai: OpenAIRoutes, tokens: TokenRoutes, counts: CountRoutes
+    ) -> None:
         control = self.control
 
         def add(method: str, path: str, handler: Handler, *roles: str) -> None:
@@ -283,7 +289,9 @@ class Scheduler:
             add("GET", f"{base}/v1/models", counts.models, *MAY_CHAT)
             add("GET", base + "/v1/models/{model:.+}", counts.model, *MAY_CHAT)
             add("POST", f"{base}/tokenize", counts.tokenize, *MAY_CHAT)
-        add("POST", "/rose/v1/generate", openai.generate, *MAY_CHAT)
+            add("POST", f"{base}/generate", openai.sglang, *MAY_CHAT)
+            add("POST", f"{base}/inference/v1/generate", tokens.engine_generate, *MAY_CHAT)
+        add("POST", "/rose/v1/generate", tokens.generate, *MAY_CHAT)
         add("POST", "/rose/v1/trajectories", control.create, "environment")
         add("GET", "/rose/v1/trajectories", control.list, "environment", "trainer")
         add("GET", "/rose/v1/trajectories/{id}", control.get, "environment", "trainer")
@@ -328,7 +336,7 @@ class Scheduler:
         assert self._runner.server is not None
         return self._runner.server
 
-    def _hot_routes(self, openai: OpenAIRoutes) -> dict[str, Run]:
+    def _hot_routes(self, openai: OpenAIRoutes, tokens: TokenRoutes) -> dict[str, Run]:
         """The routes of turns, served without the router and its bookkeeping; everything else goes the usual way.
 
         The same handlers behind the same checks in the same order.  What is no plain request for a plain answer comes by aiohttp's
@@ -349,7 +357,9 @@ class Scheduler:
             return whole
 
         hot = {
-            "/rose/v1/generate": behind(openai.generate),
+            "/rose/v1/generate": behind(tokens.generate),
+            "/inference/v1/generate": behind(tokens.engine_generate),
+            "/generate": behind(openai.sglang),
             "/v1/chat/completions": behind(openai.chat),
             "/v1/completions": behind(openai.completions),
             "/v1/responses": behind(openai.responses),

@@ -1,8 +1,9 @@
-"""Requests for turns: ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages``, ``/v1/completions`` and ``/rose/v1/generate``.
+"""Requests for turns: ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages``, ``/v1/completions`` and SGLang's ``/generate``.
 
 A request is: prompt (``rose.scheduler.prompts``), one turn per choice (``rose.scheduler.inflight``), answer
-parsed by an engine, journal, answer.  The first three are one kind of request in three protocols (``rose.scheduler.protocols``); this
-module builds each kind; streaming is in ``rose.scheduler.streams``.
+parsed by an engine, journal, answer.  The first three are one kind of request in three protocols, the others another in two
+(``rose.scheduler.protocols``); this module builds each kind; streaming is in ``rose.scheduler.streams``, and what has no text in
+``rose.scheduler.token_api``.
 
 A trajectory is named by the path ``/s/{id}/v1/...``, the header ``X-Session-ID`` (``X-SMG-Routing-Key``) or
 the body's ``session_id``, in this order, or by its own key, which names no other; a request without one is served and forgotten.  A trajectory's own
@@ -13,16 +14,13 @@ served.
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import binascii
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from rose.errors import RequestError, RoseError
+from rose.errors import RequestError
 from rose.scheduler import side
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
@@ -33,30 +31,27 @@ from rose.scheduler.http import (
     read_object,
     send_json,
 )
-from rose.scheduler.ids import unpack_ids
 from rose.scheduler.inflight import InflightRequests
 from rose.scheduler.inflight_request import Finished, Inflight, Replay, TurnRequest
 from rose.scheduler.kept import Kept
 from rose.scheduler.messages import call_id, chain, context_digest
-from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
+from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts
 from rose.scheduler.protocols import ProtocolRequest, named_as
 from rose.scheduler.protocols.anthropic_messages import MessagesRequest
 from rose.scheduler.protocols.chat import ChatRequest
 from rose.scheduler.protocols.responses import ResponsesRequest
+from rose.scheduler.protocols.sglang import SGLangRequest
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.replays import finished_before
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
-from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
+from rose.scheduler.streams import replay_stream, stream_job, wants_logprobs
 from rose.scheduler.trajectory import Trajectory
 from rose.scheduler.turn_requests import TurnRequests, said
+from rose.scheduler.turn_runs import TurnRuns, answer_headers
 from rose.wire.reading import read
-from rose.wire.sampling import Chat, Completion, Generated, check_sampling
-from rose.wire.turns import Generate
-
-REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
-"""Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
-
+from rose.wire.sampling import Chat, Completion, check_sampling
+from rose.wire.turns import SGLangGenerate
 
 Read = Callable[[dict[str, Any], Trajectory | None], ProtocolRequest]
 
@@ -69,6 +64,7 @@ class OpenAIRoutes:
         config: SchedulerConfig,
         dispatcher: Dispatcher,
         inflight: InflightRequests,
+        turns: TurnRuns,
         prompts: Prompts,
         renderer: Renderer,
         requests: TurnRequests,
@@ -76,6 +72,7 @@ class OpenAIRoutes:
         self._config = config
         self._dispatcher = dispatcher
         self._inflight = inflight
+        self._turns = turns
         self._prompts = prompts
         self._renderer = renderer
         self._requests = requests
@@ -122,7 +119,7 @@ class OpenAIRoutes:
             prompt = await self._prompts.chat(trajectory, body)
             kept = None if trajectory is None else Kept.of(sent, prompt, trajectory)
             params = self._requests.params(prompt.sampling_params, body, len(prompt.token_ids), model)
-            done = await self._run(inflight, [(prompt, params)] * num_choices, body, model)
+            done = await self._turns.run(inflight, [(prompt, params)] * num_choices, body, model)
             choices, counts = await parsed(done)
             self._inflight.next_turns(inflight, done)
             answer = self._answer(body, done, choices, "chat.completion", counts)
@@ -143,7 +140,30 @@ class OpenAIRoutes:
                 raise RequestError("is not supported here", field=field)
         check_sampling(body, Completion)
         trajectory = self._requests.trajectory(request, body.get("session_id"))
-        body = self._requests.with_sampling(body, trajectory)
+        return await self._complete(request, ChatRequest(body, text=True), trajectory)
+
+    async def sglang(self, request: web.Request) -> web.StreamResponse:
+        """A completion as SGLang has it."""
+        asked = read(SGLangGenerate, await read_body(request))
+        sent = SGLangRequest(asked)
+        trajectory = self._requests.trajectory(request, asked.session_id)
+        with named_as(sent.names):
+            return await self._complete(request, sent, trajectory, exact=True)
+
+    async def _complete(
+        self,
+        request: web.Request,
+        sent: ProtocolRequest,
+        trajectory: Trajectory | None,
+        *,
+        exact: bool = False,
+    ) -> web.StreamResponse:
+        """Text or tokens in, text out, in any protocol.
+
+        Args:
+            exact: Its answer has the tokens as they were sampled, too.
+        """
+        sent.body = body = self._requests.with_sampling(sent.body, trajectory)
         num_choices = self._requests.num_choices(body)
         prompts = self._raw_prompts(body)
         model = await self._requests.model(body.get("model"), trajectory)
@@ -157,16 +177,21 @@ class OpenAIRoutes:
         want = wants_logprobs(body)
 
         async def parsed(done: list[Finished]) -> list[dict[str, Any]]:
-            return [await self._completion_choice(body, item, entries=want) for item in done]
+            choices = [await self._completion_choice(body, item, entries=want) for item in done]
+            return (
+                [choice | exactly(item) for choice, item in zip(choices, done, strict=True)]
+                if exact
+                else choices
+            )
 
         async def work(inflight: Inflight) -> bytes:
             plan: list[tuple[Prompt, dict[str, Any]]] = []
             for raw in prompts:
                 rendered = await self._prompts.render_completion(body, raw)
-                prompt = self._raw_prompt(trajectory, rendered.token_ids, rendered.sampling_params)
+                prompt = self._turns.raw_prompt(trajectory, rendered.token_ids, rendered.sampling_params)
                 params = self._requests.params(prompt.sampling_params, body, len(prompt.token_ids), model)
                 plan.extend([(prompt, params)] * num_choices)
-            done = await self._run(inflight, plan, body, model)
+            done = await self._turns.run(inflight, plan, body, model)
             choices = await parsed(done)
             self._inflight.next_turns(inflight, done)
             answer = self._answer(body, done, choices, "text_completion")
@@ -176,56 +201,7 @@ class OpenAIRoutes:
         async def again(done: list[Finished]) -> bytes:
             return self._answer(body, done, await parsed(done), "text_completion")
 
-        return await self._serve(request, ChatRequest(body, text=True), asked, work, again, chat=False)
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        data = await read_body(request)
-        body = read(Generate, data)
-        trajectory = self._requests.trajectory(request, body.session_id)
-        model = await self._requests.model(body.model, trajectory)
-        vocab_size = self._requests.vocab_size(model)
-        if body.token_ids_b64 is not None:
-            token_ids = check_token_ids(
-                _from_base64(body.token_ids_b64), field="token_ids_b64", vocab_size=vocab_size
-            )
-        else:
-            token_ids = body.token_ids
-            if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-                raise RequestError(f"token ids must lie in 0..{vocab_size - 1}", field="token_ids")
-        if not token_ids:
-            raise RequestError("must be a list of token ids", field="token_ids")
-        given = body.sampling_params or {}
-        for name in REFUSED_PARAMS:
-            if name in given:
-                raise RequestError("is not allowed", field=f"sampling_params.{name}")
-        check_sampling(given, Generated, "sampling_params.")
-        given = self._requests.with_sampling(given, trajectory)
-        given.pop("chat_template_kwargs", None)  # of the trajectory's chat turns
-        given.pop("n", None)
-        params = self._requests.params(given, given, len(token_ids), model, prefix="sampling_params.")
-        asked = self._requests.turn_request(request, data, trajectory)
-        if body.stream:
-            needs_server(request)
-
-        async def work(inflight: Inflight) -> bytes:
-            prompt = self._raw_prompt(trajectory, token_ids, params)
-            (done,) = await self._run(inflight, [(prompt, params)], {"stream": body.stream}, model)
-            self._inflight.next_turns(inflight, [done])
-            self._inflight.record(inflight, [done], kind="generate")
-            return _tokens(done)
-
-        found = self._inflight.start(asked, work)
-        with self._inflight.delivering(asked, found) as left_whole:
-            if isinstance(found, Replay):
-                answer = found.answer or _tokens(*finished_before(found))
-                send = replay_tokens if body.stream else send_json
-                response = await send(request, answer)
-            elif not body.stream:
-                response = await send_json(request, await found.wait(), headers=_headers(found.finished))
-            else:
-                response = await stream_tokens(request, found, keepalive_s=self._config.timeouts.keepalive_s)
-            left_whole(request.transport)
-            return response
+        return await self._serve(request, sent, asked, work, again, chat=False)
 
     # --- running ---------------------------------------------------------------------------------------
 
@@ -256,7 +232,7 @@ class OpenAIRoutes:
                 answer, message = sent.whole(await found.wait())
                 if message is not None:
                     self._inflight.delivers(found, found.handles[0], message)
-                response = await send_json(request, answer, headers=_headers(found.finished))
+                response = await send_json(request, answer, headers=answer_headers(found.finished))
             else:
                 response = await stream_job(
                     request,
@@ -271,37 +247,6 @@ class OpenAIRoutes:
                 )
             left_whole(request.transport)
             return response
-
-    async def _run(
-        self,
-        inflight: Inflight,
-        plan: list[tuple[Prompt, dict[str, Any]]],
-        body: Mapping[str, Any],
-        model: str,
-    ) -> list[Finished]:
-        """Submit every choice, wait for all; if one fails, the others are stopped."""
-        streamed = bool(body.get("stream"))
-        entries = wants_logprobs(body)
-        handles = [
-            self._inflight.submit(inflight, prompt, params, model=model, streamed=streamed, entries=entries)
-            for prompt, params in plan
-        ]
-        inflight.started.set()
-        try:
-            if len(handles) == 1:
-                return [await self._inflight.finish(inflight, handles[0], plan[0][0])]
-            return list(
-                await asyncio.gather(
-                    *(
-                        self._inflight.finish(inflight, handle, prompt)
-                        for handle, (prompt, _) in zip(handles, plan, strict=True)
-                    )
-                )
-            )
-        except (RoseError, asyncio.CancelledError):
-            for handle in handles:
-                self._dispatcher.cancel_turn(handle.turn_id, "sibling_failed")
-            raise
 
     async def _chat_choice(
         self, body: dict[str, Any], done: Finished, *, entries: bool
@@ -390,43 +335,30 @@ class OpenAIRoutes:
             raise RequestError("must be text, token ids, or a list of these, none empty", field="prompt")
         return prompts
 
-    def _raw_prompt(
-        self, trajectory: Trajectory | None, token_ids: list[int], params: Mapping[str, Any]
-    ) -> Prompt:
-        parent, inherited = (None, 0) if trajectory is None else continuation(trajectory, token_ids)
-        forked = trajectory is not None and bool(trajectory.turns) and parent is None
-        return Prompt(
-            token_ids=token_ids,
-            num_inherited=inherited,
-            sampling_params=dict(params),
-            parent=parent,
-            fork="prompt" if forked else None,
-        )
-
 
 def tip_base(body: Mapping[str, Any]) -> bytes:
     """Names the messages that an answer to this request answers."""
     return chain(context_digest(body), body["messages"])[-1]
 
 
+def exactly(done: Finished) -> dict[str, Any]:
+    """Of a choice: its tokens, and how it came about."""
+    ended = done.ended
+    spans = done.summary["versions"]
+    return {
+        "id": ended.result.turn_id,
+        "token_ids": ended.result.token_ids,
+        "token_logprobs": ended.result.logprobs,
+        "stop_reason": ended.stop_reason,
+        "cached_tokens": ended.result.num_cached_tokens,
+        "version": spans[-1][0] if spans else None,
+    }
+
+
 def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:
     ended = done.ended
     keep = bool(body.get("include_stop_str_in_output"))
     return visible_ids(ended.result.token_ids, ended.reason, ended.stop_reason, keep=keep)
-
-
-def _tokens(done: Finished) -> bytes:
-    """The answer of ``/rose/v1/generate``."""
-    return encode(
-        {
-            "token_ids": done.ended.result.token_ids,
-            "logprobs": done.ended.result.logprobs,
-            "finish_reason": done.ended.reason,
-            "stop_reason": done.ended.stop_reason,
-            "turn": done.turn,
-            **done.summary,
-        }
-    )
 
 
 def openai_usage(done: list[Finished], num_reasoning: Sequence[int | None] = ()) -> dict[str, Any]:
@@ -460,32 +392,6 @@ def rose_object(done: list[Finished]) -> dict[str, Any]:
     }
 
 
-def _headers(done: list[Finished]) -> dict[str, str]:
-    if not done:
-        return {}
-    item = done[0]
-    return {
-        "X-ROSE-Worker": item.handle.worker_id,
-        "X-ROSE-Tier": item.handle.tier,
-        "X-ROSE-Queue-Ms": str(round(item.handle.queued_s * 1e3)),
-        "X-ROSE-Attempts": str(item.ended.result.num_attempts),
-        "X-ROSE-Cached-Tokens": str(item.ended.result.num_cached_tokens),
-        "X-ROSE-Versions": ",".join(version for version, _, _ in item.summary["versions"]),
-    }
-
-
 def _engine_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """The client's request as the derender route wants to see it."""
     return {key: value for key, value in body.items() if key not in NOT_RENDERED}
-
-
-def _from_base64(text: Any) -> list[int]:
-    if not isinstance(text, str):
-        raise RequestError("must be base64 text", field="token_ids_b64")
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError("is not base64", field="token_ids_b64") from error
-    if len(data) % 4:
-        raise RequestError("must hold whole little-endian u32 values", field="token_ids_b64")
-    return unpack_ids(data)

@@ -17,7 +17,7 @@ from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Settings
 from rose.wire.schema import Schema, reference, schemas
 from rose.wire.status import History, SchedulerStatus, WatchHistory, WatchNow
-from rose.wire.turns import Generate
+from rose.wire.turns import EngineGenerate, Generate, SGLangGenerate
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
 Body = Schema | type[msgspec.Struct] | None
@@ -142,6 +142,10 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("get", "/s/{session}/v1/models", _CHAT, "Served models", None, (200,)),
     ("get", "/s/{session}/v1/models/{model}", _CHAT, "One of them", None, (200, 404)),
     ("post", "/rose/v1/generate", _CHAT, "Tokens in, tokens out", Generate, _TURN),
+    ("post", "/inference/v1/generate", _CHAT, "The same, as vLLM has it", EngineGenerate, _TURN),
+    ("post", "/s/{session}/inference/v1/generate", _CHAT, "That of a trajectory", EngineGenerate, _TURN),
+    ("post", "/generate", _CHAT, "Text or tokens in, both out, as SGLang has it", SGLangGenerate, _TURN),
+    ("post", "/s/{session}/generate", _CHAT, "That of a trajectory", SGLangGenerate, _TURN),
     ("post", "/rose/v1/trajectories", ("environment",), "Begin a trajectory", NewTrajectory, (200, 409, 422)),
     ("get", "/rose/v1/trajectories", ("environment", "trainer"), "List trajectories", None, (200,)),
     (

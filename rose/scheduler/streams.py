@@ -264,6 +264,7 @@ class _Choice:
             min_tokens=handle.sampling_params.get("min_tokens") or 0,
         )
         self._called = False
+        self._num_parsed = 0
 
     async def run(self) -> None:
         """Send all text."""
@@ -293,7 +294,12 @@ class _Choice:
                 stop_reason=None if ended is None else ended.stop_reason,
             )
         )
-        delta = _said(parsed.delta) if self._chat else parsed.delta
+        if self._chat:
+            delta = _said(parsed.delta)
+        else:
+            end = self._num_parsed = self._num_parsed + len(token_ids)
+            logprobs = self.handle.logprobs[end - len(token_ids) : end]
+            delta = {**parsed.delta, "token_ids": token_ids, "token_logprobs": logprobs}
         for call in delta.get("tool_calls", ()):
             self._called = True
             if "id" in call:

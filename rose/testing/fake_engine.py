@@ -407,6 +407,7 @@ class FakeEngine(FakeText):
             "stop": [stop] if isinstance(stop, str) else stop or [],
             "max_tokens": body.get("max_tokens", 16),
             "min_tokens": body.get("min_tokens", 0),
+            "ignore_eos": body.get("ignore_eos", False),
             "logprobs": logprobs,
             "allowed_token_ids": body.get("allowed_token_ids"),
             **_constraints(body),

@@ -12,10 +12,10 @@ from msgspec import Meta, Struct
 
 from rose.wire.reading import check
 
-_Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=65_536)]
-_Texts = Annotated[list[str], Meta(max_length=4096)]
+Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=65_536)]
+Texts = Annotated[list[str], Meta(max_length=4096)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class Sampling(Struct, kw_only=True):
@@ -26,17 +26,17 @@ class Sampling(Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: _Share | None = None
     seed: int | None = None
-    stop: str | _Texts | None = None
-    stop_token_ids: _Tokens | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     ignore_eos: bool | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=65_536)] | None = None
-    bad_words: _Texts | None = None
-    allowed_token_ids: _Tokens | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Tokens | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     skip_special_tokens: bool | None = None
@@ -71,6 +71,12 @@ class Generated(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     n: Literal[1] | None = None
     detokenize: bool | None = None
+
+
+class EngineGenerated(Generated, kw_only=True, forbid_unknown_fields=True):
+    """Of ``/inference/v1/generate``: of other tokens than the sampled one no log-prob is recorded."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
 
 
 class OfTrajectory(Sampling, kw_only=True, forbid_unknown_fields=True):

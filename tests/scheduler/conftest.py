@@ -17,7 +17,15 @@ from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, serve_engine
 from rose.testing.fake_node import FakeNode
 
-TURNS = ("/rose/v1/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+TURNS = (
+    "/rose/v1/generate",
+    "/inference/v1/generate",
+    "/generate",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 """These come the short way (``rose.scheduler.front``) on connections that ask for nothing else."""
 FAST = {"timeouts": {"tick_s": 0.02, "drain_s": 2.0, "max_queue_s": 5.0, "backoff_s": 0.05}}
 

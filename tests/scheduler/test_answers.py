@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -13,8 +14,8 @@ from tests.scheduler.conftest import World, user
 from tests.scheduler.test_watching import first_events, moved_conversation
 
 NOT_OURS = {
-    # OpenAI's, Anthropic's and vLLM's, as their own descriptions have them.
-    *(("post", path) for method, path, *_ in ROUTES if method == "post" and ("/v1/" in path or "tokenize" in path)),
+    # OpenAI's, Anthropic's, vLLM's and SGLang's, as their own descriptions have them.
+    *(("post", path) for method, path, *_ in ROUTES if method == "post" and re.search("/v1/|/tokenize$|/generate$", path)),
     *(("get", path) for _, path, *_ in ROUTES if "/v1/models" in path),
     # Other programs' formats: Chrome's traces, OpenAPI, Prometheus, HTML.
     *(("get", path) for path in ("/debug/trace", "/openapi.json", "/metrics", "/", "/learning")),

@@ -18,7 +18,7 @@ import msgspec
 import openai
 import pytest
 
-from rose.auth import Tokens
+from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, refused_request
 from rose.scheduler.scheduler_config import SchedulerConfig
@@ -314,6 +314,30 @@ async def test_a_conversation_through_the_daemon(daemon: Scheduler, engine: Endp
     for turn in (1, 2):
         history = trajectory.full_ids(turn - 1)
         assert trajectory.prompt_ids(turn)[: len(history)] == history
+
+
+async def test_the_routes_of_other_engines_give_what_the_engine_sampled(
+    daemon: Scheduler, engine: Endpoint, client: EngineClient, tokens: Tokens
+) -> None:
+    (expected,) = await run(client, engine, PROMPT, sampling={"max_tokens": 12})
+    params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True, "skip_special_tokens": False}
+    asks = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    asked = {"token_ids": PROMPT, "sampling_params": {**GREEDY, "max_tokens": 12, "logprobs": 1}}
+    async with aiohttp.ClientSession(daemon.url, headers=bearer(tokens.agent), raise_for_status=True) as http:
+        whole = await (await http.post("/generate", json=asks)).json()
+        stream = await (await http.post("/generate", json={**asks, "stream": True})).read()
+        plain = await (await http.post("/inference/v1/generate", json=asked)).json()
+    last = msgspec.json.decode(stream.split(b"data: ")[-2])
+    for answer in (whole, last):
+        assert tuple(answer["output_ids"]) == expected.token_ids
+        entries = answer["meta_info"]["output_token_logprobs"]
+        assert [entry[0] for entry in entries] == pytest.approx(expected.logprobs, abs=1e-4)
+        assert answer["text"] == whole["text"] != ""
+    (choice,) = plain["choices"]
+    assert tuple(choice["token_ids"]) == expected.token_ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(
+        expected.logprobs, abs=1e-4
+    )
 
 
 async def test_a_least_length_holds_for_both_routes_and_for_streams(

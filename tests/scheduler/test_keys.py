@@ -32,6 +32,8 @@ CHATS = {
         ("post", "/v1/messages"),
         ("post", "/v1/messages/count_tokens"),
         ("post", "/tokenize"),
+        ("post", "/generate"),
+        ("post", "/inference/v1/generate"),
         ("get", "/v1/models"),
         ("get", "/v1/models/{model}"),
     )
@@ -83,6 +85,8 @@ async def test_no_route_but_its_own_chat_opens_to_a_key(world: World) -> None:
         "/v1/responses": {"input": "x", "max_output_tokens": 2},
         "/v1/responses/input_tokens": {"input": "x"},
         "/rose/v1/generate": {"token_ids": PROMPT},
+        "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {}},
+        "/generate": {"input_ids": PROMPT},
     }
     for method, path in routes:
         if (method, path) in PUBLIC:
@@ -98,7 +102,7 @@ async def test_no_route_but_its_own_chat_opens_to_a_key(world: World) -> None:
                 assert (status, answer["error"]["code"]) == (401, "unauthorized"), (method, path, name)
     assert await world.ok("GET", f"/rose/v1/trajectories/{other}") == before
     mine = await world.ok("GET", f"/rose/v1/trajectories/{own}")
-    assert (mine["state"], mine["reward"], len(mine["turns"])) == ("running", None, 9)
+    assert (mine["state"], mine["reward"], len(mine["turns"])) == ("running", None, 13)
     assert set(world.scheduler.store.trajectories) == {own, other}
 
 
