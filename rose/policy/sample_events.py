@@ -50,6 +50,14 @@ class TrajectoryCancelled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupForsaken:
+    """No trainer has come for what of this group has finished, and nobody plays the rest of it."""
+
+    job: str
+    group_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VersionPublished:
     """A trainer asks for no batch of its job at an older version any more.
 
@@ -129,6 +137,7 @@ Event = (
     | TurnAdded
     | TrajectoryFinished
     | TrajectoryCancelled
+    | GroupForsaken
     | VersionPublished
     | BatchAsked
     | BatchRestored
@@ -178,6 +187,7 @@ class Returned:
     """These groups can be leased again."""
 
     batch_id: str
+    job: str
     group_ids: tuple[str, ...]
 
 

@@ -17,6 +17,7 @@ from rose.policy.discards import Discards
 from rose.policy.sample_events import (
     Action,
     Discard,
+    GroupForsaken,
     GroupReady,
     TrajectoryCancelled,
     TrajectoryCreated,
@@ -233,9 +234,20 @@ class SampleLife:
         self._final(event.trajectory_id, SampleState.CANCELLED, event.reason)
         return [Discard(trajectory_ids=(event.trajectory_id,), reason=event.reason)]
 
+    def _forsake(self, event: GroupForsaken) -> list[Action]:
+        group = self.groups.get((event.job, event.group_id))
+        if group is None:
+            raise NotFound(f"job '{event.job}' has no group '{event.group_id}'", field="group_id")
+        if not self.is_waiting(group):
+            raise Conflict("some of its trajectories are played, or a trainer has them", field="group_id")
+        return [self._drop(event.job, [event.group_id], SampleState.CANCELLED, "unleased")]
+
     # --- books -----------------------------------------------------------------------------------------
 
     def _drop_stale(self, job: str, group_ids: list[str]) -> Discard:
+        return self._drop(job, group_ids, SampleState.STALE, "stale")
+
+    def _drop(self, job: str, group_ids: list[str], state: SampleState, reason: str) -> Discard:
         ids: list[str] = []
         self._forget_expired(job, group_ids)
         for group_id in group_ids:
@@ -243,9 +255,9 @@ class SampleLife:
             if group.ready:
                 self.ready[job].remove(group_id)
             for member in group.members:
-                self._final(member, SampleState.STALE, "stale")
+                self._final(member, state, reason)
                 ids.append(member)
-        return Discard(trajectory_ids=tuple(ids), reason="stale")
+        return Discard(trajectory_ids=tuple(ids), reason=reason)
 
     def _consume(self, job: str, group_ids: tuple[str, ...]) -> list[str]:
         ids: list[str] = []
@@ -290,6 +302,10 @@ class SampleLife:
         if run:
             return any(one != run for name in group.members for one in self.samples[name].runs)
         return len({one for name in group.members for one in self.samples[name].runs}) > 1
+
+    def is_waiting(self, group: Group) -> bool:
+        """All of it has finished, and no trainer has it."""
+        return all(self.samples[name].state is SampleState.FINISHED for name in group.members)
 
     def _is_leased(self, group: Group) -> bool:
         return any(self.samples[name].state is SampleState.LEASED for name in group.members)

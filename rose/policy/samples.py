@@ -32,6 +32,8 @@ A trainer may name ``alpha`` and ``on_stale`` with each version and each batch t
 A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
 It may take groups in the order they were *submitted*: then no short group overtakes a long one.
 
+A group that no trainer comes for leaves as a whole when the shell says so (:class:`GroupForsaken`), once nobody plays it.
+
 What is thrown away is counted by cause and by length (``rose.policy.discards``).
 
 An acknowledgement that comes after its lease ran out still counts while the groups have not been leased
@@ -66,6 +68,7 @@ from rose.policy.sample_events import (
     Consumed,
     Discard,
     Event,
+    GroupForsaken,
     GroupReady,
     JobResumed,
     Leased,
@@ -101,6 +104,7 @@ __all__ = [  # what the shells need beside the book
     "Consumed",
     "Discard",
     "Event",
+    "GroupForsaken",
     "GroupReady",
     "JobParams",
     "JobResumed",
@@ -134,6 +138,8 @@ class SampleBook(SampleLife):
                 return self._finish(event)
             case TrajectoryCancelled():
                 return self._cancel(event)
+            case GroupForsaken():
+                return self._forsake(event)
             case VersionPublished():
                 return self._publish(event)
             case BatchAsked():
@@ -468,7 +474,7 @@ class SampleBook(SampleLife):
                 self._move(self.samples[member], SampleState.FINISHED)
         # To the front: they were ready before everything that waits there now.
         self.ready[batch.job] = [*batch.group_ids, *self.ready.get(batch.job, [])]
-        return [Returned(batch_id=batch.batch_id, group_ids=batch.group_ids)]
+        return [Returned(batch_id=batch.batch_id, job=batch.job, group_ids=batch.group_ids)]
 
     def _stale_members(self, job: str, group_id: str, version: Version, alpha: int) -> list[str]:
         stale: list[str] = []

@@ -111,6 +111,8 @@ class Scheduler:
         self.store, self.journal = store, store.journal
         store.on_stale = self.status.on_stale
         self.status.on_stale(store.num_stale)
+        store.on_unleased = self.status.on_unleased
+        self.status.on_unleased(store.num_unleased)
         store.on_ahead = self.status.on_ahead
         self.deposed = asyncio.Event()
         """Another has taken over: nothing here is promised any more."""

@@ -38,6 +38,7 @@ from rose.scheduler.records import (
     ReturnRecord,
     ScoreRecord,
     TurnRecord,
+    UnleasedRecord,
     VersionRecord,
 )
 from rose.scheduler.snapshot import snapshot
@@ -84,12 +85,17 @@ class Books:
         self._finals: OrderedDict[str, None] = OrderedDict()
         self._untouched: OrderedDict[str, float] = OrderedDict()
         """Running trajectories and when their last turn was added (or they began), longest ago first."""
+        self._waiting: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """Job and name of groups of which something has finished, and when it did or last came back from a trainer, longest ago first."""
         self._deadlines: list[tuple[float, str]] = []
         """Heap of ``(seconds since 1970, trajectory)``; those that ended meanwhile are passed over, and taken out when they are most."""
         self.on_stale = on_stale
         self.on_ahead: Callable[[int], None] = lambda count: None
         """Told how many of these were of later steps than their trainer's, which began anew below them."""
         self.num_stale = 0
+        self.on_unleased: Callable[[int], None] = lambda count: None
+        self.num_unleased = 0
+        """Trajectories that no trainer came for."""
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals
         self._retained_bytes = retained_bytes
@@ -182,6 +188,11 @@ class Books:
         self._untouched[name] = time.monotonic()
         self._untouched.move_to_end(name)
 
+    def _wait(self, job: str, group_id: str) -> None:
+        """A trainer may come for something of this group from now on."""
+        self._waiting[job, group_id] = time.monotonic()
+        self._waiting.move_to_end((job, group_id))
+
     def _mark_stale(self, record: LeaseRecord) -> None:
         for name in record.stale_ids:
             self.trajectories[name].stale = True
@@ -259,6 +270,7 @@ class Books:
                     trajectory.finish = record
                     trajectory.num_bytes += finished_bytes(record)
                 self._untouched.pop(record.id, None)
+                self._wait(trajectory.created.job, trajectory.created.group_id)
             case ScoreRecord():
                 trajectory = self.trajectories.get(record.id)
                 if trajectory is not None:
@@ -276,6 +288,8 @@ class Books:
                 actions = self.book.handle(
                     sp.TrajectoryCancelled(trajectory_id=record.id, reason=record.reason)
                 )
+            case UnleasedRecord():
+                actions = self.book.handle(sp.GroupForsaken(job=record.job, group_id=record.group_id))
             case LeaseRecord():
                 actions = self.book.handle(
                     sp.BatchRestored(
@@ -357,12 +371,21 @@ class Books:
             if isinstance(action, sp.Discard) and action.reason == "stale":
                 self.num_stale += len(action.trajectory_ids)
                 self.on_stale(len(action.trajectory_ids))
+            if isinstance(action, sp.Discard) and action.reason == "unleased":
+                self.num_unleased += len(action.trajectory_ids)
+                self.on_unleased(len(action.trajectory_ids))
+            if isinstance(action, sp.Returned):
+                for group_id in action.group_ids:
+                    self._wait(action.job, group_id)
             if isinstance(action, sp.Consumed | sp.Discard):
                 for name in action.trajectory_ids:
                     if name not in self._finals and name in self.trajectories:
                         final = self.trajectories[name]
                         self.holdings.add(final.created.job, -final.num_bytes)
                         self._final_bytes += final.num_bytes
+                        key = (final.created.job, final.created.group_id)
+                        if key not in self.book.groups:
+                            self._waiting.pop(key, None)
                     self._finals[name] = None
                     self._untouched.pop(name, None)
         while self._finals and (

@@ -469,7 +469,7 @@ class ControlRoutes:
     # --- shared ----------------------------------------------------------------------------------------
 
     def housekeep(self) -> None:
-        """Return expired leases, cancel late and abandoned trajectories, keep the journal bounded."""
+        """Return expired leases, cancel late and abandoned trajectories and groups that nobody leases, keep the journal bounded."""
         now_s = self._dispatcher.now_s()
         self._carry_out(self._store.expire(now_s))
         self._carry_out(self._store.expire_late(time.time()))
@@ -477,6 +477,7 @@ class ControlRoutes:
             self._swept_at_s = now_s
             busy = {turn.spec.trajectory_id for turn in self._dispatcher.book.turns.values()}
             self._carry_out(self._store.expire_idle(self._config.timeouts.trajectory_idle_s, busy))
+            self._carry_out(self._store.expire_unleased(self._config.timeouts.unleased_s))
         if self._store.is_journal_large and (self._compacting is None or self._compacting.done()):
             self._compacting = asyncio.create_task(self._store.compact())
 

@@ -169,6 +169,13 @@ class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
     batch_id: str
 
 
+class UnleasedRecord(msgspec.Struct, tag="unleased", frozen=True, gc=False):
+    """A group that no trainer came for, given up."""
+
+    job: str
+    group_id: str
+
+
 class ReturnRecord(msgspec.Struct, tag="return", frozen=True, gc=False):
     """A batch that its trainer gave back."""
 
@@ -234,6 +241,7 @@ Record = (
     | LeaseRecord
     | ExpireRecord
     | ReturnRecord
+    | UnleasedRecord
     | ReturnedRecord
     | AckRecord
     | AckedRecord

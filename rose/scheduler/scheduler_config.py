@@ -73,6 +73,8 @@ class Timeouts(Section):
     max_queue_s: float = Field(default=300.0, gt=0)
     trajectory_idle_s: float = Field(default=14_400.0, gt=0)
     """A running trajectory without a turn for this long is cancelled: its agent is gone."""
+    unleased_s: float = Field(default=86_400.0, gt=0)
+    """What has finished and that no trainer has leased for this long is given up, by whole groups: else a job that nobody trains stays full."""
     max_trajectory_s: float = Field(default=604_800.0, gt=0)
     """Longest ``deadline_s`` that a trajectory may be begun with."""
     detach_s: float = Field(default=30.0, ge=0)

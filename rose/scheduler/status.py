@@ -47,6 +47,9 @@ class Status:
         self._fenced = Tally("rose_fenced_results", "Late results dropped", registry=registry)
         self._duplicates = Tally("rose_duplicate_requests", "Requests joined", registry=registry)
         self._stale = Tally("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
+        self._unleased = Tally(
+            "rose_dropped_unleased", "Finished trajectories dropped that no trainer leased", registry=registry
+        )
         self._ahead = Tally(
             "rose_dropped_ahead", "Stale trajectories of later steps than their trainer's", registry=registry
         )
@@ -113,6 +116,7 @@ class Status:
         self.num_fenced = 0
         self.num_duplicates = 0
         self.num_stale = 0
+        self.num_unleased = 0
         self.recent: deque[EndedTurn] = deque(maxlen=RECENT_TURNS)
 
     # --- what happened ---------------------------------------------------------------------------------
@@ -182,6 +186,10 @@ class Status:
     def on_fork(self, reason: str) -> None:
         self.forks[reason] += 1
         self._forks.counts[reason] += 1
+
+    def on_unleased(self, count: int) -> None:
+        self.num_unleased += count
+        self._unleased.counts[()] += count
 
     def on_stale(self, count: int) -> None:
         self.num_stale += count
@@ -308,6 +316,7 @@ class Status:
             "batches_leased": len(store.book.batches),
             "batches_acked": len(store.book.acked),
             "dropped_stale": self.num_stale,
+            "dropped_unleased": self.num_unleased,
             "discards": {job: store.book.discards.report(job) for job in store.book.discards.jobs()},
             "versions": {job: format_version(version) for job, version in store.versions.items()},
             "held_bytes": dict(store.holdings.jobs),

@@ -11,9 +11,11 @@ resume are on disk before their caller is answered (``await store.journal.commit
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ from rose.scheduler.records import (
     ReturnRecord,
     ScoreRecord,
     TurnRecord,
+    UnleasedRecord,
     VersionRecord,
     packed,
 )
@@ -168,6 +171,28 @@ class TrajectoryStore(Books):
                 self._touch(name)
             else:
                 actions.extend(self._write(CancelRecord(id=name, reason="idle")))
+        return actions
+
+    def expire_unleased(self, unleased_s: float) -> list[sp.Action]:
+        """Give up groups that have waited for a trainer for ``unleased_s``, so that their job's bytes come back."""
+        limit_s = time.monotonic() - unleased_s
+        actions: list[sp.Action] = []
+        given_up: Counter[str] = Counter()
+        for job, group_id in list(
+            itertools.takewhile(lambda key: self._waiting[key] <= limit_s, self._waiting)
+        ):
+            if self.book.is_waiting(self.book.groups[job, group_id]):
+                actions.extend(self._write(UnleasedRecord(job=job, group_id=group_id)))
+                given_up[job] += 1
+            else:
+                self._wait(job, group_id)  # it is played, or a trainer has it
+        for job, count in given_up.items():
+            log.warning(
+                "%d groups of job '%s' are given up: no trainer came for them in %g s",
+                count,
+                job[:64],
+                unleased_s,
+            )
         return actions
 
     def expire_late(self, at: float) -> list[sp.Action]:

@@ -42,7 +42,7 @@ NOT_SIMULATED: dict[str, str] = {
                 "max_held_bytes", "retained_finals", "retained_bytes",
             )),
             *(f"scheduler.timeouts.{name}" for name in (
-                "connect_s", "attempt_s", "render_s", "read_s", "turn_s", "trajectory_idle_s", "max_trajectory_s",
+                "connect_s", "attempt_s", "render_s", "read_s", "turn_s", "trajectory_idle_s", "unleased_s", "max_trajectory_s",
                 "keepalive_s", "drain_s", "max_wait_s",
             )),
             "scheduler.batches.max_ttl_s",

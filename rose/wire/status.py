@@ -158,6 +158,8 @@ class SchedulerStatus(TypedDict):
     """Acknowledged ones that it remembers."""
     dropped_stale: int
     """Trajectories that were given up as too old to train on."""
+    dropped_unleased: int
+    """Trajectories that had finished and that no trainer leased."""
     discards: dict[str, dict[str, list[int]]]
     """Job -> cause -> discarded trajectories, by quarter of all lengths, shortest first."""
     versions: dict[str, str]

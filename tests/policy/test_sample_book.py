@@ -498,6 +498,32 @@ def test_each_job_has_its_own_alpha() -> None:
     assert leased(book.handle(sp.BatchAsked(batch_id="b", job="loose", **asked))) == ("loose",)  # type: ignore[arg-type]
 
 
+def test_a_group_that_no_trainer_came_for_is_given_up_whole(book: sp.SampleBook) -> None:
+    fill(book, "g")
+    create(book, "half", "h")
+    finish(book, "half")
+    assert book.handle(sp.GroupForsaken(job="j", group_id="g")) == [
+        sp.Discard(trajectory_ids=("g0", "g1"), reason="unleased")
+    ]
+    assert book.handle(sp.GroupForsaken(job="j", group_id="h")) == [
+        sp.Discard(trajectory_ids=("half",), reason="unleased")
+    ]
+    assert leased(lease(book)) == ()
+
+
+def test_a_group_that_is_played_or_leased_is_not_given_up(book: sp.SampleBook) -> None:
+    fill(book, "g")
+    assert leased(lease(book)) == ("g0", "g1")
+    create(book, "a", "h")
+    create(book, "b", "h")
+    finish(book, "a")
+    for group in ("g", "h"):
+        with pytest.raises(Conflict):
+            book.handle(sp.GroupForsaken(job="j", group_id=group))
+    with pytest.raises(NotFound):
+        book.handle(sp.GroupForsaken(job="j", group_id="nobody's"))
+
+
 def test_discards_are_told_by_cause_and_by_quarter_of_the_lengths() -> None:
     book = sp.SampleBook()
     for index, num_tokens in enumerate((10, 10, 100, 100, 1000, 1000, 10_000, 10_000)):
@@ -608,6 +634,10 @@ class AnySequence(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3), attempt=st.integers(1, 2))
     def ack(self, back: int, attempt: int) -> None:
         self.feed(sp.BatchAcked(batch_id=f"b{max(1, self.num_batches - back)}", step=1, attempt=attempt))
+
+    @rule(group=st.integers(0, 5))
+    def forsake(self, group: int) -> None:
+        self.feed(sp.GroupForsaken(job="j", group_id=f"g{group}"))
 
     @rule(step=st.floats(0, 4))
     def time(self, step: float) -> None:

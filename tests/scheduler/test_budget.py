@@ -159,6 +159,77 @@ def test_nothing_is_held_for_a_job_whose_trajectories_are_final(tmp_path: Path) 
     store.journal.close()
 
 
+def sampled(store: TrajectoryStore, group: str, *, finished: bool = True) -> str:
+    name = store.create(job="job", group_id=group, group_size=2, task="x" * 1000, sampling={})
+    store.add_turn(turn_of(name, "1.0"))
+    if finished:
+        store.finish(FinishRecord(id=name, reward=1.0))
+    return name
+
+
+@pytest.mark.parametrize("compact_bytes", [0, 2**30])
+def test_bytes_of_what_no_trainer_comes_for_come_back(tmp_path: Path, compact_bytes: int) -> None:
+    """Whole groups, and those whose others never came; not what is played, nor what is leased."""
+    store = store_of(tmp_path)
+    first = [sampled(store, "leased") for _ in range(2)]
+    leased, _ = store.lease(job="job", num_groups=1, version=(1, 0), ttl_s=60)
+    assert leased is not None
+    kept = store.held_bytes("job")
+    whole = [sampled(store, "whole") for _ in range(2)]
+    half = sampled(store, "half")
+    played = [sampled(store, "played"), sampled(store, "played", finished=False)]
+    assert store.expire_unleased(3600.0) == []
+    actions = store.expire_unleased(0.0)
+    assert actions == [
+        sp.Discard(trajectory_ids=tuple(whole), reason="unleased"),
+        sp.Discard(trajectory_ids=(half,), reason="unleased"),
+    ]
+    assert store.state(half) == ("cancelled", "unleased")
+    assert store.num_unleased == 3
+    assert store.held_bytes("job") > kept
+    store.cancel(played[1], "cancelled")
+    assert [each.trajectory_ids for each in store.expire_unleased(0.0)] == [(played[0],)]  # type: ignore[union-attr]
+    assert store.held_bytes("job") == kept
+    store.journal.close()
+    again = store_of(tmp_path, compact_bytes=compact_bytes)
+    assert again.held_bytes("job") == kept
+    assert again.state(first[0])[0] == "leased"
+    again.journal.close()
+
+
+def test_a_batch_that_comes_back_has_the_whole_time_again(tmp_path: Path, monkeypatch: Any) -> None:
+    at_s = 0.0
+    monkeypatch.setattr("rose.scheduler.books.time.monotonic", lambda: at_s)
+    store = store_of(tmp_path)
+    names = [sampled(store, "g") for _ in range(2)]
+    store.lease(job="job", num_groups=1, version=(1, 0), ttl_s=60, name="b")
+    at_s = 90.0
+    assert store.expire_unleased(60.0) == [], "its trainer has it"
+    store.give_back("b")
+    at_s = 140.0
+    assert store.expire_unleased(60.0) == []
+    at_s = 151.0
+    assert store.expire_unleased(60.0) == [sp.Discard(trajectory_ids=tuple(names), reason="unleased")]
+    store.journal.close()
+
+
+async def test_a_job_that_nobody_trains_does_not_stay_full(world: World) -> None:
+    await world.start(limits={"max_job_bytes": 30_000}, timeouts={"unleased_s": 0.001})
+    sessions = []
+    while world.scheduler.store.held_bytes("job") < 27_000:
+        sessions.append(await world.trajectory())
+        await world.ok("POST", f"/rose/v1/trajectories/{sessions[-1]}/finish", {"reward": 1})
+    status, _ = await world.call("POST", "/rose/v1/trajectories", {"job": "job", "task": "x" * 10_000})
+    assert status == 429
+    world.scheduler.control._swept_at_s = 0.0
+    await world.until(lambda: not world.scheduler.store.held_bytes("job"))
+    await world.ok("POST", "/rose/v1/trajectories", {"job": "job", "task": "x" * 10_000})
+    told = await world.ok("GET", "/status")
+    assert sum(told["discards"]["job"]["unleased"]) == told["dropped_unleased"] == len(sessions)
+    async with world.session.get(world.url + "/metrics") as response:
+        assert f"rose_dropped_unleased_total {len(sessions)}.0" in await response.text()
+
+
 def test_final_trajectories_stay_readable_within_their_bytes(tmp_path: Path) -> None:
     store = store_of(tmp_path, retained_bytes=50_000)
     names = [create(store, "job", task="x" * 20_000) for _ in range(5)]
