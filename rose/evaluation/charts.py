@@ -29,6 +29,10 @@ class Series:
     points: Sequence[Point]
 
 
+CAPTION_PX = 6
+"""Of a letter of a caption, about."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
     """A shaded stretch of the x axis with a caption."""
@@ -251,7 +255,7 @@ def timeline(
             f'width="{max(0.0, end - start):.1f}" height="{bottom - 18}">'
             f"<title>{escape(band.label)}</title></rect>"
         )
-        if end - start > 6 * len(band.label):
+        if end - start > CAPTION_PX * len(band.label):
             body.append(f'<text class="cap" x="{start + 5:.1f}" y="12">{escape(band.label)}</text>')
     for number, lane in enumerate(lanes):
         y0 = top + number * (lane_height + gap)
@@ -404,12 +408,15 @@ class _Plot:
 
     def bands(self, bands: Sequence[Band]) -> str:
         parts: list[str] = []
+        written_to = 0.0
         for band in bands:
             start, end = self.x(band.start), self.x(band.end)
+            meets = end - CAPTION_PX * len(band.label) < written_to  # then it is written below that one
+            written_to = written_to if meets else end
             parts.append(
                 f'<rect class="band" x="{start:.1f}" y="{self.top}" width="{max(0.0, end - start):.1f}" '
                 f'height="{self.bottom - self.top}"/>'
-                f'<text class="cap" x="{end:.1f}" y="{self.top - 4}" text-anchor="end">'
+                f'<text class="cap" x="{end:.1f}" y="{self.top + (10 if meets else -4)}" text-anchor="end">'
                 f"{escape(band.label)}</text>"
             )
         return "".join(parts)

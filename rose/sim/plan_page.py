@@ -59,8 +59,8 @@ def render(plan: CapacityPlan) -> str:
     )
     parts = [
         f"<h1>What {_name(plan)} can lend to rollouts</h1>",
-        f'<p class="lead">{fleet.serving} engines of {escape(serving.model)} on {escape(fleet.device)}, beside them '
-        f"{escape(plan.scenario.job.model)}. Traffic: {escape(traffic_line(plan.traffic))}. "
+        f'<p class="lead">{fleet.serving} engine{"s" if fleet.serving != 1 else ""} of {escape(serving.model)} on {escape(fleet.device)}, beside them '
+        f"{escape(plan.scenario.job.model)}. Traffic: {escape(plan.traffic.source)}, {span(plan.traffic.span_s)}. "
         "<b>Simulated with ROSE's own policies, not measured.</b></p>",
         f'<p class="lead"><b>{escape(sentence(what))}</b> {escape(sentence(why))}</p>',
         f'<p class="lead">The assumption that matters most: {escape(sentence(most))}</p>' if most else "",

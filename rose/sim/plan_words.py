@@ -61,7 +61,10 @@ def text(plan: CapacityPlan) -> str:
     """The answer in a few lines, for the terminal."""
     fleet, misses = plan.scenario.fleet, plan.misses
     what, why = answer(plan)
-    lines = [f"{fleet.serving} serving engines on {fleet.device}: {what}", why]
+    lines = [
+        f"{fleet.serving} serving engine{'s' if fleet.serving != 1 else ''} on {fleet.device}: {what}",
+        why,
+    ]
     if plan.lends:
         lines.append(
             f"a month, made of {span(plan.traffic.span_s)}: {plan.gpu_hours_a_month or 0.0:,.0f} GPU hours, "
