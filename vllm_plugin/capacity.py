@@ -26,12 +26,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rose.policy.coserving.runs import fewest_runs
+from rose.policy.coserving.search import ROUND_S
 from vllm_plugin import internals
 
 SLICE_S = 0.0005
 """Longest time one call may take from the step path."""
-ROUND_S = 5.0
-"""What a look through the pool found is out of date then: blocks have been freed and cached since."""
 _LOOK_AHEAD = 2048
 """Free blocks whose place in vLLM's order of eviction is looked at, a tenth of a millisecond's worth: beyond them any is as good."""
 

@@ -232,12 +232,12 @@ class RolloutSide:
 
     def _round(self, notified: bool) -> None:
         """Look at everything once and act.  ``notified``: an event called, not the timer."""
-        book, chunk_pages, at_s = self.book, self.plan.chunk_pages, time.monotonic()
+        book, at_s = self.book, time.monotonic()
         trouble = self._mend_files()
         reports, _ = self._pagers.reports()
         self.tally.log.flush()
         pages, reason = self.permit.pages() if not trouble else (0, trouble)
-        allowed = min(pages // chunk_pages, self.plan.num_chunks)
+        allowed = book.chunks_of(pages)
         waiting = len(self._released)
         if waiting:
             self._pagers.fence(max(book.chunks.after_step, self._released[waiting - 1][1]))
@@ -248,7 +248,7 @@ class RolloutSide:
         )
         if growing:
             # Announced first, production's numbers read second: production keeps its reservation, we step back.
-            allowed_now = self.permit.pages()[0] // chunk_pages
+            allowed_now = book.chunks_of(self.permit.pages()[0])
             self._tell(AllowedAgain(at_s=time.monotonic(), allowed_chunks=allowed_now))
         if self._mapped or book.chunks.num_used > allowed:
             self._call_when_idle()

@@ -47,12 +47,13 @@ from rose.policy.coserving.events import (
     Stranded,
     Use,
 )
-from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.search import LoanSearch
+from rose.policy.coserving.serving import ServingBook, lendable_chunks
 from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
 from vllm_plugin import compat, internals
 from vllm_plugin.board import WAITING_LOOKED_AT, Board
-from vllm_plugin.capacity import ROUND_S, SLICE_S, Balloon
+from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.pager_channel import PagerChannel
@@ -66,8 +67,6 @@ from vllm_plugin.watch import Notifier
 logger = logging.getLogger("vllm.rose")
 
 HEARTBEAT_S = 0.25
-NODE_DEAD_NS = 3 * NS_PER_S
-"""Node agent silent for longer: nothing is lent any more."""
 FITTED_UNWATCHED = 8
 """Steps per round that the step model learns from while no rollout engine may run; 20 us each, with the interpreter's lock."""
 
@@ -127,13 +126,9 @@ class ServingSide:
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[tuple[int, int]] = collections.deque()
         """Chunk, and the last step that was scheduled before it was taken out of the pool."""
-        self._exhausted: tuple[float, tuple[int, ...] | None] | None = None
-        """Since when nothing more could be lent, and of which offer."""
-        self._looks_on = False
-        """The last look for chunks to lend ran out of its time."""
+        self.search = LoanSearch()
         self._claim_told = 0
         self._missing: dict[tuple[str, int, int], int] = {}
-        self._fixed = False
         self._max_loss = 0.0
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
@@ -198,32 +193,38 @@ class ServingSide:
             until_s = time.monotonic() + SLICE_S
             while self._mapped and time.monotonic() <= until_s:  # the rest at the next step
                 self.balloon.deflate((self._mapped.popleft(),))
-            self._exhausted = None
+            self.search.freed()
         if self.failed is not None:
             return
         self._claim()
         if self.book.stranded and internals.num_waiting(self._scheduler):
             self._let_past()
-        inflated = len(self.balloon.inflated)
-        if not inflated:
+        lent = len(self.balloon.inflated)
+        if not lent:
             self.ghost.rest()
-        lend = self._target_lent_chunks - inflated
-        self._looks_on = False
-        # What has just come back is for the step that starts now: the loan may not have heard of the claim yet.
-        if lend > 0 and not self.steps.under_pressure and not came_back:
-            self.ghost.watch()
-            taken: list[int] = []
-            offered = self.prefixes.offered
-            try:
-                self.balloon.inflate_free(lend, taken=taken, cached=offered)
-                none_left = self.balloon.exhausted
-                self._exhausted = (time.monotonic(), offered) if none_left else None
-                self._looks_on = len(taken) < lend and not none_left
-            finally:  # also those before an exception: they would be lost to production
-                if taken:
-                    self._released.extend((chunk, self.steps.step) for chunk in taken)
-                    self._notifier.notify()
+        lend = self.steps.to_lend(self._target_lent_chunks, lent, came_back=came_back)
+        self.search.goes_on = False
+        if lend:
+            self._lend(lend)
         self._rests = not (self.steps.claim_chunks or self.ghost.watching)
+
+    def _lend(self, count: int) -> None:
+        """Take at most ``count`` chunks out of the pool, as far as the time that a look may take goes."""
+        self.ghost.watch()
+        taken: list[int] = []
+        offered = self.prefixes.offered
+        try:
+            self.balloon.inflate_free(count, taken=taken, cached=offered)
+            self.search.looked(
+                time.monotonic(),
+                offered,
+                num_missing=count - len(taken),
+                none_left=self.balloon.exhausted,
+            )
+        finally:  # also those before an exception: they would be lost to production
+            if taken:
+                self._released.extend((chunk, self.steps.step) for chunk in taken)
+                self._notifier.notify()
 
     def _let_past(self) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""
@@ -236,7 +237,7 @@ class ServingSide:
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""
-        lent = 0 if self._fixed else len(self.balloon.inflated)
+        lent = self.steps.claimable(len(self.balloon.inflated))
         waiting = 0
         if lent and internals.num_waiting(self._scheduler):
             requests = internals.wait_for_blocks(self._scheduler, WAITING_LOOKED_AT)
@@ -288,7 +289,7 @@ class ServingSide:
         if not self._scheduler.running and not internals.num_waiting(self._scheduler):
             # Idle from here on: what the last requests held can be lent, and no step looks for it.
             self.balloon.note_freed()
-            self._exhausted = None
+            self.search.freed()
         tokens = self.steps.ended(time.monotonic_ns(), self._board.slo_tpot_ns)
         if tokens is None:
             return
@@ -305,8 +306,7 @@ class ServingSide:
                 age_ns = (time.time() - head.arrival_time) * NS_PER_S
                 self.steps.waits_since(head.request_id, age_ns, self._board.slo_ttft_ns)
         elif self.steps.claim_chunks and not self._scheduler.running:
-            # Who asked is gone; the next look at the queue comes with the next request.
-            self.steps.claim_chunks = 0
+            self.steps.withdraw()
         if wake and self._board.watched:
             self._claim_told = self.steps.claim_chunks
         self._board.tell(wake=wake)
@@ -333,7 +333,7 @@ class ServingSide:
         """Nothing is cached any more."""
         self.ghost.clear()
         self.prefixes.clear()
-        self._exhausted = None
+        self.search.freed()
 
     def fail(self, error: BaseException) -> None:
         """Fail open.  Any thread."""
@@ -381,7 +381,7 @@ class ServingSide:
         reports, retained = self._pagers.reports()
         node = self._read_node()
         self._turn_board_over(node)
-        target = self._lendable_pages(node) // self.plan.chunk_pages
+        target = self._lendable(node)
         waiting = len(self._released)
         if waiting:
             self._pagers.fence(max(book.chunks.after_step, self._released[waiting - 1][1]))
@@ -399,12 +399,12 @@ class ServingSide:
         self.prefixes.look(
             self._max_loss, released=[chunk for chunk, _ in released], short=target - book.num_lent
         )
-        self._target_lent_chunks = 0 if book.stranded else target
+        self._target_lent_chunks = book.may_lend(target)
         # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
         peer_pages = self._peers.pages() if book.num_lent else 0
         self._tell(PeerCounted(at_s=time.monotonic(), pages=peer_pages))
-        short = self._target_lent_chunks - book.num_lent - book.chunks.num_coming
-        if self._mapped or (short > 0 and self._may_find_more()):
+        missing = book.missing_from(self._target_lent_chunks)
+        if self._mapped or (missing and self.search.may_find_more(time.monotonic(), self.prefixes.offered)):
             self._call_when_idle()
 
     def _tell(self, event: ServingEvent) -> None:
@@ -461,33 +461,27 @@ class ServingSide:
     def _turn_board_over(self, node: NodeState | None) -> None:
         """Is there anybody who steers by our steps?"""
         may_run = node is not None and node.mode == Mode.ON
-        lives = self._peers.any_alive()
-        watched = lives and (may_run or self.book.num_lent + self.book.chunks.num_coming > 0)
+        watched = self.book.is_watched(peer_lives=self._peers.any_alive(), may_run=may_run)
         compat.let_spin(not watched or self.failed is not None)
         self._board.turn_over(watched, healthy=self.failed is None)
 
-    def _lendable_pages(self, node: NodeState | None) -> int:
-        """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""
+    def _lendable(self, node: NodeState | None) -> int:
+        """Chunks that may be lent now: what the agent asks for, nothing when it is silent or we failed."""
         if node is None or self.failed is not None:
             return 0
         self._board.slo_ttft_ns, self._board.slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
-        self._fixed = bool(node.fixed)
+        self.steps.fixed = bool(node.fixed)
         self._max_loss = max(0, node.max_loss_ppm) / 1e6
-        silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
-        if node.mode != Mode.ON or silent or not self._elastic:
+        if not self._elastic:
             return 0
-        # Chunk 0 holds vLLM's null block and is never lent.
-        return max(
-            0, min(node.lend_pages, self.plan.total_pages - max(node.floor_pages, self.plan.chunk_pages))
+        return lendable_chunks(
+            mode=node.mode,
+            lend_pages=node.lend_pages,
+            floor_pages=node.floor_pages,
+            node_age_s=(time.monotonic_ns() - node.heartbeat_ns) / NS_PER_S,
+            num_chunks=self.plan.num_chunks,
+            chunk_pages=self.plan.chunk_pages,
         )
-
-    def _may_find_more(self) -> bool:
-        """Not where the engine thread has just found nothing left to lend: in an idle engine nothing changes until an offer does."""
-        found = self._exhausted
-        if found is None:
-            return True
-        at_s, offered = found
-        return time.monotonic() - at_s >= ROUND_S or offered != self.prefixes.offered
 
     def _call_when_idle(self) -> None:
         """An idle engine calls no ``schedule``: have it run our hook once."""
@@ -503,7 +497,9 @@ class ServingSide:
             self._tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self.fail(error)
-        if comes_back or self._looks_on:  # else the next round would ask again at once, and so on without end
+        if (
+            comes_back or self.search.goes_on
+        ):  # else the next round would ask again at once, and so on without end
             self._notifier.notify()
 
     def _publish_lease(self, reserved_pages: int) -> None:

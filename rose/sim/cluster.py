@@ -125,7 +125,7 @@ class SimCluster:
         node = SimNode(device=device, tier=tier, config=config, cap=cap, run=run, for_tail=for_tail)
         self.nodes[name] = node
         if device.memory is not None:
-            device.memory.fixed = config.lending.policy == "static"
+            device.memory.steps.fixed = config.lending.policy == "static"
             node.lending = config.lending.make()
             node.lending.handle(self._mode_set(node))
         if version is not None:

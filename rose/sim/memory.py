@@ -14,7 +14,7 @@ from __future__ import annotations
 from rose.policy.coserving.chunks import ChunkBook
 from rose.policy.coserving.events import Report
 from rose.policy.coserving.rollout import RolloutBook, allowed_pages
-from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.serving import ServingBook, lendable_chunks
 from rose.policy.coserving.steps import StepBook
 from rose.policy.lending_events import Mode, Phase
 
@@ -26,7 +26,6 @@ class SharedMemory:
     """See the module.
 
     Attributes:
-        fixed: The loan is a fixed split: production claims nothing back.
         reserved_pages: What production's lease says.
     """
 
@@ -35,7 +34,6 @@ class SharedMemory:
         self.num_chunks = total_pages // self.chunk_pages
         self.total_pages = total_pages
         self._rest_pages = total_pages - self.num_chunks * self.chunk_pages
-        self.fixed = False
         self.steps = StepBook(total_pages, self.chunk_pages)
         self.serving = ServingBook(self.num_chunks, self.chunk_pages)
         self.rollout = RolloutBook(self.num_chunks, self.chunk_pages)
@@ -73,10 +71,9 @@ class SharedMemory:
 
     def claim(self, *, used_pages: int, waiting_pages: int) -> bool:
         """Before a step: whether production claims more than it did."""
-        lent = 0 if self.fixed else self.num_chunks - self.serving.chunks.num_used
         before = self.steps.claim_chunks
         self.steps.claim(
-            lent_chunks=lent,
+            lent_chunks=self.steps.claimable(self.num_chunks - self.serving.chunks.num_used),
             free_blocks=max(0, self.usable_pages - used_pages),
             waiting_blocks=waiting_pages,
         )
@@ -90,8 +87,8 @@ class SharedMemory:
         """Production's round: lend what is free, take back what is wanted and no longer held."""
         book, chunks = self.serving, self.serving.chunks
         target = self._target(lend_pages)
-        more = target - (self.num_chunks - chunks.num_used)
-        if more > 0 and not self.steps.under_pressure:
+        more = self.steps.to_lend(target, self.num_chunks - chunks.num_used)
+        if more > 0:
             more = min(more, (self.usable_pages - used_pages) // self.chunk_pages)
             used = [chunk for chunk in range(1, self.num_chunks) if chunks.marks[chunk]]
             book.released((chunk, 0) for chunk in used[-more:] if more > 0)
@@ -117,7 +114,7 @@ class SharedMemory:
             node_age_s=0.0,
             serving_age_s=0.0,
         )
-        return min(pages // self.chunk_pages, self.num_chunks)
+        return self.rollout.chunks_of(pages)
 
     def follow(self, keep: int) -> bool:
         """The rollout engine's round; its turns fit ``keep`` chunks by now.  Whether it gave anything up."""
@@ -153,7 +150,13 @@ class SharedMemory:
         assert held <= self.num_chunks, f"{held} of {self.num_chunks} chunks"
 
     def _target(self, lend_pages: int) -> int:
-        return max(0, min(lend_pages // self.chunk_pages, self.num_chunks - 1))
+        return lendable_chunks(
+            mode=Mode.ON,
+            lend_pages=lend_pages,
+            node_age_s=0.0,
+            num_chunks=self.num_chunks,
+            chunk_pages=self.chunk_pages,
+        )
 
     def _settle(self, chunks: ChunkBook) -> None:
         """The pagers read the marks, obey and report."""

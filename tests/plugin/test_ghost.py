@@ -520,8 +520,12 @@ def test_the_longest_hit_is_the_one_that_vllms_coordinator_finds(
 
 
 def _found_nothing(side: Any) -> None:
-    side._exhausted = (time.monotonic(), side.prefixes.offered)
-    assert not side._may_find_more()
+    side.search.looked(time.monotonic(), side.prefixes.offered, num_missing=1, none_left=True)
+    assert not may_find_more(side)
+
+
+def may_find_more(side: Any) -> bool:
+    return side.search.may_find_more(time.monotonic(), side.prefixes.offered)
 
 
 def test_an_idle_engine_is_asked_at_once_for_what_has_just_come_back(pair: Pair) -> None:
@@ -530,7 +534,7 @@ def test_an_idle_engine_is_asked_at_once_for_what_has_just_come_back(pair: Pair)
     pair.lend(3)
     _found_nothing(side)
     pair.give_back()
-    assert side._may_find_more()
+    assert may_find_more(side)
 
 
 def test_an_idle_engine_is_asked_at_once_for_what_its_last_request_held(pair: Pair) -> None:
@@ -540,4 +544,4 @@ def test_an_idle_engine_is_asked_at_once_for_what_its_last_request_held(pair: Pa
     _found_nothing(side)
     while pair.ours.requests:
         harness.step(pair.ours)
-    assert side._may_find_more()
+    assert may_find_more(side)

@@ -426,7 +426,7 @@ def test_production_does_not_count_kept_handles_as_lent(
     scheduler, rank = engine_of("serving")
     side = scheduler.rose
     inflate(side, 4)
-    monkeypatch.setattr(side, "_lendable_pages", lambda node: 4)
+    monkeypatch.setattr(side, "_lendable", lambda node: 4)
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
     side._round()
     away = {c for c, wanted in enumerate(side._pagers.marks.extra) if not wanted}
@@ -450,7 +450,7 @@ def test_production_uses_no_chunk_that_is_on_its_way_out(
     """It was given up, and taken back before its memory had gone: the pager may be about to take it away."""
     scheduler, rank = engine_of("serving")
     side, lendable = scheduler.rose, [1]
-    monkeypatch.setattr(side, "_lendable_pages", lambda node: lendable[0])
+    monkeypatch.setattr(side, "_lendable", lambda node: lendable[0])
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
     inflate(side, 1)
     side._round()
@@ -480,7 +480,7 @@ def test_the_step_to_wait_for_is_published_before_the_marks(
         "write",
         lambda r: (written.append((r.after_step, bytes(side._pagers.marks.extra))), write(r)),
     )
-    monkeypatch.setattr(side, "_lendable_pages", lambda node: 2)
+    monkeypatch.setattr(side, "_lendable", lambda node: 2)
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
     side._round()
     assert [(step, marks.count(0)) for step, marks in written] == [(3, 0), (3, 2)]

@@ -67,7 +67,7 @@ def test_a_claim_takes_memory_back_without_the_agent() -> None:
 
 def test_of_a_fixed_split_nothing_is_claimed() -> None:
     memory = SharedMemory(TOTAL)
-    memory.fixed = True
+    memory.steps.fixed = True
     rounds(memory, lend=2000, used=100)
     rounds(memory, lend=2000, used=563, waiting=1000)
     assert memory.held_pages == 2000

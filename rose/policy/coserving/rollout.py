@@ -71,6 +71,10 @@ class RolloutBook:
                 self.chunks.published()
                 return []
 
+    def chunks_of(self, pages: int) -> int:
+        """How many chunks fit ``pages``, of those that there are."""
+        return min(pages // self.chunk_pages, self.chunks.num_chunks)
+
     def released(self, chunks: Iterable[tuple[int, int]]) -> None:
         """``(chunk, last step that may touch it)`` of each chunk that left the block pool."""
         for chunk, step in chunks:

@@ -33,7 +33,10 @@ from rose.policy.coserving.events import (
     Use,
 )
 from rose.policy.coserving.runs import fewest_runs
+from rose.policy.lending_events import Mode
 
+NODE_DEAD_S = 3.0
+"""Node agent silent for longer: nothing is lent any more."""
 STRANDED_AFTER_S = 3.0
 """Pages that are wanted back and have not become fewer for so long: their holder neither obeys nor dies.  Nobody can take
 pages from a process that stands still; production has to get along with what it has until it goes on or is killed."""
@@ -106,6 +109,18 @@ class ServingBook:
     def stranded_pages(self) -> int:
         return self.missing_pages if self.stranded else 0
 
+    def may_lend(self, target_chunks: int) -> int:
+        """Of ``target_chunks``: nothing more is lent to who does not give back."""
+        return 0 if self.stranded else target_chunks
+
+    def missing_from(self, target_chunks: int) -> int:
+        """What of a loan is not out yet, and not on its way back either."""
+        return max(0, self.may_lend(target_chunks) - self.num_lent - self.chunks.num_coming)
+
+    def is_watched(self, *, peer_lives: bool, may_run: bool) -> bool:
+        """Is there anybody who steers by production's steps: a rollout engine that may run, or that owes memory?"""
+        return peer_lives and (may_run or self.num_lent + self.chunks.num_coming > 0)
+
     def released(self, chunks: Iterable[tuple[int, int]]) -> None:
         """``(chunk, last step that may touch it)`` of each chunk that left the block pool."""
         for chunk, step in chunks:
@@ -124,7 +139,7 @@ class ServingBook:
             retained_pages: What a rank keeps of memory it has unmapped: nobody else can have it yet.
         """
         chunks = self.chunks
-        back = max(self.num_lent - (0 if self.stranded else target_chunks), claim_chunks - chunks.num_coming)
+        back = max(self.num_lent - self.may_lend(target_chunks), claim_chunks - chunks.num_coming)
         back = max(0, min(back, self.num_lent))
         # Not unmapped yet, so still ours: no need to ask anybody.
         still_here = chunks.leaving()[:back]
@@ -160,3 +175,25 @@ class ServingBook:
         self.chunks.check()
         lease_pages = self._lease_pages if lease_pages is None else lease_pages
         assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
+
+
+def lendable_chunks(
+    *,
+    mode: int,
+    lend_pages: int,
+    floor_pages: int = 0,
+    node_age_s: float,
+    num_chunks: int,
+    chunk_pages: int,
+) -> int:
+    """What production may lend now, by what the agent says; nothing when it is silent.
+
+    Args:
+        lend_pages: The loan that it asks for.
+        floor_pages: Never lent.  Chunk 0 holds vLLM's null block and is never lent either.
+        node_age_s: Seconds since the agent's heartbeat.
+    """
+    if mode != Mode.ON or not node_age_s <= NODE_DEAD_S:  # so that NaN counts as dead
+        return 0
+    kept_pages = max(floor_pages, chunk_pages)
+    return max(0, min(lend_pages, num_chunks * chunk_pages - kept_pages)) // chunk_pages

@@ -3,6 +3,7 @@
 The engine thread of production's core owns it and calls, in this order::
 
     claim(...)         before vLLM puts a step together, while anything is lent
+    to_lend(...)       then: how much of what is free may go
     scheduled(...)     a step has been put together; it starts now unless one is still under way
                        (with speculative decoding: and how many drafts it verifies; with images: and what of them it encodes)
     ended()            the oldest of them has ended
@@ -47,6 +48,7 @@ class StepBook:
         pressure_seq: How often a claim has begun.
         breaches: Promises that were broken: first tokens that came late, and steps between tokens that were too long.
         drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
+        fixed: The loan is a fixed split: nothing of it is claimed back.
     """
 
     def __init__(self, num_blocks: int, chunk_blocks: int, *, stages: bool = False) -> None:
@@ -61,6 +63,7 @@ class StepBook:
         self.under_pressure = False
         self.breaches = 0
         self.drafts_per_decode = 0.0
+        self.fixed = False
         self._chunk_blocks = chunk_blocks
         self._late_request = ""
         self._stages = stages
@@ -68,11 +71,15 @@ class StepBook:
         """Prompt tokens, requests that decode, their drafts and encoder tokens, and when it was put together, of each step that has not
         ended: two with asynchronous scheduling."""
 
+    def claimable(self, lent_chunks: int) -> int:
+        """What of a loan can be claimed back."""
+        return 0 if self.fixed else lent_chunks
+
     def claim(self, *, lent_chunks: int, free_blocks: int, waiting_blocks: int) -> bool:
         """Work out the claim anew; whether it is another one now.
 
         Args:
-            lent_chunks: Out of production's use; nothing beyond them can be claimed.
+            lent_chunks: Out of production's use, and :meth:`claimable`; nothing beyond them can be claimed.
             free_blocks: Of what it can use.
             waiting_blocks: What requests that wait for memory would take.
         """
@@ -86,6 +93,21 @@ class StepBook:
             return False
         self.claim_chunks = chunks
         return True
+
+    def withdraw(self) -> None:
+        """Who asked is gone, and no step looks at the queue before the next request comes."""
+        self.claim_chunks = 0
+        self.under_pressure = False
+
+    def to_lend(self, target_chunks: int, lent_chunks: int, *, came_back: bool = False) -> int:
+        """How many more chunks may leave the block pool before this step, if they are free.
+
+        Args:
+            came_back: Some have just come back.  They are for the step that starts now: the loan may not have heard of the claim yet.
+        """
+        if self.under_pressure or came_back:
+            return 0
+        return max(0, target_chunks - lent_chunks)
 
     def needed_chunks(self, usable_chunks: int) -> int:
         """What serving must come to hold while it claims memory, else 0."""

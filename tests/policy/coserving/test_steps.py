@@ -214,3 +214,33 @@ def test_steps_that_fill_a_pipeline_up_count_for_nothing() -> None:
     assert book.step_ns == 20 * MS
     assert book.ended(41 * MS, 0) == (0, 4, 0)
     assert book.busy_ns == 40 * MS
+
+
+def test_only_what_is_not_out_yet_is_lent_and_nothing_under_pressure_or_of_what_has_just_come_back() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    assert book.to_lend(5, 2) == 3
+    assert book.to_lend(2, 5) == 0
+    assert book.to_lend(5, 2, came_back=True) == 0
+    book.claim(lent_chunks=2, free_blocks=0, waiting_blocks=0)
+    assert book.to_lend(5, 2) == 0
+
+
+def test_of_a_fixed_split_nothing_can_be_claimed() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    assert book.claimable(4) == 4
+    book.fixed = True
+    assert book.claimable(4) == 0
+
+
+def test_a_claim_after_one_that_was_withdrawn_is_another_pressure() -> None:
+    """Who asked was aborted, and the engine idle: the next request that waits for memory is news to who watches."""
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.claim(lent_chunks=5, free_blocks=0, waiting_blocks=10)
+    book.withdraw()
+    assert book.needed_chunks(usable_chunks=7) == 0
+    book.claim(lent_chunks=5, free_blocks=0, waiting_blocks=10)
+
+    assert book.pressure_seq == 2
