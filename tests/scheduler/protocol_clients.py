@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 
 from tests.scheduler.conftest import World
 from tests.scheduler.speaker import Speaker, Speech
+
+if TYPE_CHECKING:
+    import anthropic  # two seconds, of which only who has such a client needs to know
 
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 CALLING = Speech(

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import openai
 from aiohttp import web
 
@@ -20,6 +19,9 @@ from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.engine_launcher import EngineServer
+
+if TYPE_CHECKING:
+    import anthropic
 
 
 class Door:
@@ -116,9 +118,13 @@ class Gateway:
 
     def claude(self, path: str = "") -> anthropic.AsyncAnthropic:
         """Anthropic's client of ours; its retries off, since a test breaks connections itself."""
+        import anthropic
+
         return anthropic.AsyncAnthropic(base_url=self.url + path, api_key=self.tokens.agent, max_retries=0)
 
     def their_claude(self) -> anthropic.AsyncAnthropic:
+        import anthropic
+
         token = self.engine.node_token
         return anthropic.AsyncAnthropic(base_url=self.engine.url, auth_token=token, max_retries=0)
 

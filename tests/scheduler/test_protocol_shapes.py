@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from jiter import from_json
@@ -148,6 +147,8 @@ async def test_a_stop_string_is_named(world: World, claude: Any) -> None:
 async def test_refusals_come_in_the_shape_of_their_protocol(
     world: World, openai_client: Any, claude: Any
 ) -> None:
+    import anthropic
+
     session = await started(world, PLAIN)
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     with pytest.raises(anthropic.BadRequestError) as refused:
