@@ -101,7 +101,7 @@ async def test_no_token_beyond_alpha_is_trained_on_in_an_asynchronous_run(world:
         {},
         num_steps=8,
         rollout={**SMALL, "mode": "asynchronous", "alpha": alpha},
-        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}},
     )
 
     assert world.scheduler is not None
@@ -131,7 +131,7 @@ async def test_under_wait_nothing_is_dropped_and_nothing_too_old(world: World, m
         {2: "kill_manager"},
         num_steps=8 if mode == "asynchronous" else 4,
         rollout={**SMALL, "mode": mode, "alpha": alpha, "on_stale": "wait"},
-        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}},
     )
     assert world.scheduler is not None
     store = world.scheduler.store
