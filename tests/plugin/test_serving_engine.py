@@ -198,7 +198,7 @@ def test_an_engine_that_is_told_to_sleep_takes_back_and_lends_and_answers_when_i
         agent.write(lend_pages=4)
         agent.until_lent(4)
         assert not meanwhile.done()
-        assert server.post("/wake_up").json()["status"] == "awake"
+        assert server.post("/wake_up").status_code == 200  # 0.31 answers with an empty body
         assert meanwhile.result(timeout=60) == before
     agent.write(lend_pages=10)
     agent.until_lent(10)
