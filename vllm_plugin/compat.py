@@ -32,6 +32,7 @@ from rose.coserve.records import Phase, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
+from vllm_plugin import lines
 from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.peers import Peers, Trouble
@@ -115,9 +116,14 @@ def touched(config: Any, kv_cache_config: Any = None) -> Findings:
     kind = device()
     worker, stock_worker = _WORKERS.get(kind, ("", ""))
     found = findings(config, device=kind, stock_worker=stock_worker, ours=(SCHEDULER_FACTORY, worker))
-    if kv_cache_config is None:
-        return found
-    return found | kv_findings(kv_cache_config, piece_bytes(config), drafts=has_drafts(config))
+    if kv_cache_config is not None:
+        found |= kv_findings(kv_cache_config, piece_bytes(config), drafts=has_drafts(config))
+    return of_line(found)
+
+
+def of_line(found: Findings) -> Findings:
+    """These rows, and what there is to say of them on the installed line of vLLM."""
+    return {**found, **lines.untried(found)}
 
 
 def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing:

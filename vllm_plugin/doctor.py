@@ -269,7 +269,7 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
     if standing.support is not Support.REFUSED:
         compat.take_places(config, standing)
     predicted, pages, notes = _predict(config)
-    found = {**predicted, **found}  # of one row, what is certain
+    found = compat.of_line({**predicted, **found})  # of one row, what is certain
     standing = compat.standing_by(found, role)
     if role == "rollout" and standing.support is Support.COMPUTE_ONLY:
         standing = replace(standing, support=Support.REFUSED)  # such an engine has elastic memory, or none

@@ -1,6 +1,6 @@
 """The release lines of vLLM that ROSE runs on, and all that differs between them: no other file asks which vLLM is installed.
 
-A production engine may be of any of them (:data:`UNTRIED`: if the operator says so).  A rollout engine is of the newest alone: its log-probs and the text of its turns come in another
+A production engine may be of any of them, with what has run there (:data:`TRIED`).  A rollout engine is of the newest alone: its log-probs and the text of its turns come in another
 form before.  Both may share a device though they are of different lines, each from an environment of its own: what they
 share are our files.
 
@@ -12,15 +12,17 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rose.policy.compat import Support, row
 from vllm_plugin.roles import ENV_ALLOW_UNMEASURED
 
 LINES: dict[str, tuple[str, ...]] = {"serving": ("0.31", "0.32"), "rollout": ("0.32",)}
 """By the role of the engine."""
-UNTRIED = ("0.31",)
-"""Lines with which `make lines` has not yet passed whole: refused, unless ``ROSE_ALLOW_UNMEASURED=1`` says otherwise."""
+TRIED: dict[str, frozenset[str]] = {"0.31": frozenset({"data_parallel", "decoder", "tensor_parallel"})}
+"""By line: rows of the compatibility table (``rose.policy.compat``) whose tests on real engines, those of `make lines`, have passed on it.  A line
+that is not here has run all of them; what is missing here is refused on that line, unless ``ROSE_ALLOW_UNMEASURED=1`` says otherwise."""
 
 ONLY: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.launchers.cli_args:propagate_flash_late_interaction": ("0.32",),
@@ -99,9 +101,21 @@ def problem(role: str) -> str | None:
         return (
             f"vLLM {vllm.__version__} is not of a line that role {role} is supported on ({', '.join(lines)})"
         )
-    if line in UNTRIED and os.environ.get(ENV_ALLOW_UNMEASURED) != "1":
-        return f"not all of ROSE's tests have run on vLLM {line} yet: {ENV_ALLOW_UNMEASURED}=1 allows it all the same"
     return None
+
+
+def untried(found: Mapping[str, str]) -> dict[str, str]:
+    """The row ``untried_line`` if one of these rows is allowed on the newest line and has not run on the installed one.
+
+    As they, with what it was found by; none where the operator has said that what nobody tried may run.
+    """
+    line = installed()
+    if line not in TRIED or os.environ.get(ENV_ALLOW_UNMEASURED) == "1":
+        return {}
+    for name, says in found.items():
+        if name not in TRIED[line] and row(name).serving is not Support.REFUSED:
+            return {"untried_line": f"vLLM {line}, {says}"}
+    return {}
 
 
 def has(name: str) -> bool:

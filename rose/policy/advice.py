@@ -45,6 +45,7 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
     "rust_frontend": "unset VLLM_USE_RUST_FRONTEND",
     "mig": "use a whole GPU",
     "sleep_mode": "leave out --enable-sleep-mode, and expandable_segments in PYTORCH_ALLOC_CONF",
+    "untried_line": "run the newest line of vLLM that docs/compatibility.md names, or set ROSE_ALLOW_UNMEASURED=1",
     "unknown_version": "run the release line of vLLM that docs/compatibility.md names",
     "gpu": (
         "set ROSE_ALLOW_UNMEASURED=1 to run what nobody has measured",

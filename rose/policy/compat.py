@@ -115,6 +115,7 @@ TABLE: tuple[Row, ...] = (
     _row(33, "prompt_embeds", "prompts as embeddings", _ALL, "a rollout's trace has token ids only", _NO),
     _row(34, "logits_processors", "logits processors of the operator's", _ALL, "a rollout's log-probs would not be those of what was sampled", _NO),
     _row(36, "cuda_graphs", "CUDA graphs (CUDA without --enforce-eager)", _ALL, "a rollout engine's warm-up and capture write to KV memory, of which it has none yet", _NO),
+    _row(56, "untried_line", "a feature of this table that has run on the newest line of vLLM and not on this one", _NO, "its tests have not passed on an engine of this line: off unless ROSE_ALLOW_UNMEASURED=1"),
     _row(35, "other_option", "an option with a value that is not listed below", _NO, "nobody has tried it"),
 )  # fmt: skip
 _TOGETHER = {"grouped_drafts": ("kv_groups", "speculative")}

@@ -332,6 +332,7 @@ def test_looking_starts_nothing_and_leaves_vllms_dispatch_as_it_was(tiny: list[s
 
 
 def test_the_operators_word_is_heard(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
     tiny = [*tiny, "--attention-backend=FLASH_ATTN"]
     monkeypatch.setattr(compat, "touched", lambda config: {"gpu": "the platform"})
     monkeypatch.setattr(compat, "device", lambda: "cuda")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
+from rose.policy.compat import Support, row
 from rose.policy.engine_fields import HARMLESS, RESTRICTED
 from tests.plugin.conftest import OF_A_POLICY
 from vllm_plugin import compat, lines, selfcheck
@@ -73,7 +74,6 @@ def test_an_older_line_serves_production_and_no_policy(monkeypatch: pytest.Monke
     monkeypatch.setattr(compat, "_refused", None)
     monkeypatch.setattr(compat, "_applied", {})
     monkeypatch.setenv("ROSE_DIR", "/nowhere")
-    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
     assert lines.problem("serving") is None
     with pytest.raises(
         ConfigError, match=r"vLLM 0\.31\.0\+cpu is not of a line that role rollout is supported on"
@@ -82,14 +82,50 @@ def test_an_older_line_serves_production_and_no_policy(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("older")
-def test_a_line_that_was_not_tried_whole_is_the_operators_to_allow(
+def test_a_row_that_has_not_run_on_the_older_line_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
+    monkeypatch.setattr(lines, "TRIED", {"0.31": frozenset({"decoder", "lora"})})
+
+    allowed = compat.standing_by(compat.of_line({"lora": "lora_config = <X>"}), "serving")
+    refused = compat.standing_by(compat.of_line({"fp8_kv": "cache_dtype = 'fp8'"}), "serving")
+
+    assert allowed.support is Support.ELASTIC
+    assert (refused.support, refused.row) == (Support.REFUSED, row("untried_line"))
+    assert refused.found == "vLLM 0.31, cache_dtype = 'fp8'"
+
+
+@pytest.mark.usefixtures("older")
+def test_what_has_not_run_on_the_older_line_is_the_operators_to_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lines, "TRIED", {"0.31": frozenset({"decoder"})})
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
+    found = {"fp8_kv": "cache_dtype = 'fp8'"}
+    assert compat.of_line(found) == found
+
+
+@pytest.mark.usefixtures("older")
+def test_a_row_that_is_refused_on_every_line_is_refused_by_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
-    assert lines.problem("serving") == (
-        "not all of ROSE's tests have run on vLLM 0.31 yet: ROSE_ALLOW_UNMEASURED=1 allows it all the same"
-    )
-    assert NEWEST not in lines.UNTRIED
+    found = {"priority": "scheduler_config.policy = 'priority'"}
+    assert compat.of_line(found) == found
+
+
+@pytest.mark.usefixtures("newest")
+def test_the_newest_line_has_run_all_rows() -> None:
+    assert NEWEST not in lines.TRIED
+    assert compat.of_line({"fp8_kv": "cache_dtype = 'fp8'"}) == {"fp8_kv": "cache_dtype = 'fp8'"}
+
+
+def test_the_page_names_the_rows_that_have_run_on_an_older_line() -> None:
+    text = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
+    for line, names in lines.TRIED.items():
+        assert "decoder" in names
+        assert all(row(name).serving is not Support.REFUSED for name in names)
+        said = ", ".join(f"`{name}`" for name in sorted(names))
+        assert f"vLLM {line} is allowed with the rows {said}." in text
 
 
 @pytest.mark.usefixtures("older")

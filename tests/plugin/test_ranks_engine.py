@@ -14,6 +14,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase
 from tests.engine_launcher import EngineServer
+from tests.plugin.conftest import newest_only
 from tests.plugin.stand_in import Host, S, eventually
 from tests.plugin.test_rollout_engine import Turn, settled, standing, status
 from tests.plugin.test_serving_engine import Agent, complete
@@ -64,6 +65,7 @@ def hold(server: EngineServer, rank: int, held: bool) -> None:
     assert sorted(answer.json()["results"]) == ["False", "True"]  # exactly one rank is meant
 
 
+@newest_only
 def test_a_rollout_engine_takes_and_gives_back_on_both_ranks(rollout: tuple[EngineServer, Host]) -> None:
     server, host = rollout
     host.lend(8)
@@ -79,6 +81,7 @@ def test_a_rollout_engine_takes_and_gives_back_on_both_ranks(rollout: tuple[Engi
     assert Turn(server, PROMPT, 40).choice()["token_ids"] == before
 
 
+@newest_only
 @pytest.mark.conformance
 def test_a_step_of_two_ranks_waits_between_two_layers_and_its_tokens_are_the_same(
     rollout: tuple[EngineServer, Host],
@@ -96,6 +99,7 @@ def test_a_step_of_two_ranks_waits_between_two_layers_and_its_tokens_are_the_sam
     host.set(node={"serialise": 0, "stop_at_layers": 0})
 
 
+@newest_only
 def test_what_a_rollout_engine_can_use_is_what_its_slowest_rank_has(
     rollout: tuple[EngineServer, Host],
 ) -> None:
