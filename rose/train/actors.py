@@ -269,6 +269,10 @@ class Actors:
         except TimeoutError:
             logger.warning("environment managers did not stop in time")
 
+    async def stop_training(self) -> None:
+        """See :meth:`rose.train.env_manager.EnvManager.stop_training`."""
+        await asyncio.gather(*(answer_of(one.stop_training.remote()) for one in self._managers))
+
     async def progress(self) -> tuple[int, int]:
         """Episodes started and ended since the managers were made."""
         counts = await asyncio.gather(*(answer_of(one.progress.remote()) for one in self._managers))
@@ -282,6 +286,10 @@ class Actors:
     async def begin(self) -> int:
         """See :meth:`rose.train.workers.TrainWorker.begin`."""
         return await answer_of(self._trainer.begin.remote())
+
+    async def gather(self) -> int:
+        """See :meth:`rose.train.workers.TrainWorker.gather`."""
+        return await answer_of(self._trainer.gather.remote())
 
     async def evaluate(self) -> dict[str, Any]:
         """Play the tasks of an evaluation on the current weights; what it says, and the version that played them all.

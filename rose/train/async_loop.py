@@ -69,6 +69,7 @@ class AsyncLoop:
             # Also ends when a lease finds too little: then this loop looks after its groups again.
             record = await self._actors.train()
             if "step" in record:
+                record.pop("group_ids")
                 break
             wanted, held = max(wanted, record["launch"]), record["held"]
         await self._leave_stale()

@@ -139,6 +139,10 @@ class EnvManager:
         runners = [*self._runners.values(), *self._evaluators.values()]
         await asyncio.gather(*(runner.close() for runner in runners))
 
+    async def stop_training(self) -> None:
+        """End the episodes that would be trained on; those of an evaluation go on."""
+        await asyncio.gather(*(runner.close() for runner in self._runners.values()))
+
     async def close(self) -> None:
         await self.stop()
         for pool in self._pools.values():

@@ -262,6 +262,7 @@ GROUPS = {
         "success_rate",
         "sampled_success_rate",
         "reward_mean",
+        "sampled_mean",
         "truncated_fraction",
         "turns_mean",
         "cut_turn_fraction",
@@ -316,6 +317,8 @@ GROUPS = {
     "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "streamed_s", "eval_s"),
 }
 """How scalars are grouped on a board; what is in no group stays in ``metrics.jsonl`` alone."""
+TAIL = ("is_long", "num_again", "num_put_by", "length_ratio")
+"""Of ``tail_batching``; the rest of it is for the next driver."""
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -340,6 +343,8 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         for task, values in (told.get("tasks") or {}).items():
             found |= {f"{board}/{task}_{name}": float(value) for name, value in values.items()}
     found |= {f"alpha/num_{cause}": float(n) for cause, n in (record.get("alpha_changes") or {}).items()}
+    tail = record.get("tail_batching") or {}
+    found |= {f"tail/{name}": float(tail[name]) for name in TAIL if name in tail}
     for name, value in (record.get("update") or {}).items():
         if isinstance(value, int | float):
             found[f"update/{name}"] = float(value)

@@ -46,6 +46,7 @@ from rose.train.metrics import records_of
 from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import RolloutReport, single_token_ids
+from rose.train.tail_rounds import TailRounds
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 
@@ -117,6 +118,8 @@ def check_job(config: TrainConfig) -> None:
         )
     if config.rollout.adaptive_alpha.enabled:
         _check_adaptive_alpha(config)
+    if config.rollout.tail_batching.extra_groups:
+        _check_tail_batching(config)
     refused = refusal_of(config.streamed, config.step_shape)
     if refused is not None:
         raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
@@ -142,6 +145,20 @@ def check_job(config: TrainConfig) -> None:
             make_reward(task.reward.kind, task.reward.settings)
         # Also where answers are free text: an engine cannot render for a model without a tokenizer.
         single_token_ids(config.model, family.allowed_texts or ())
+
+
+def _check_tail_batching(config: TrainConfig) -> None:
+    field = "rollout.tail_batching.extra_groups"
+    if config.rollout.mode != "synchronous":
+        raise ConfigError(
+            "is for synchronous runs: others do not wait for the longest", field=field, fix="set it to 0"
+        )
+    if config.has_dynamic_sampling:
+        raise ConfigError(
+            "does not go with dynamic sampling, which begins groups until enough of them differ",
+            field=field,
+            fix="set it to 0, or trainer.dynamic_sampling.enabled = false",
+        )
 
 
 def _check_adaptive_alpha(config: TrainConfig) -> None:
@@ -190,6 +207,7 @@ async def _steps(
     held_out: float | None = None
     evaluation: _Evaluation | None = None
 
+    tail = TailRounds(config.rollout, actors.mix) if config.rollout.tail_batching.extra_groups else None
     recent = Recent(config.eval.average_over)
     for earlier in records_of(config.output_dir / "metrics.jsonl"):
         if "eval" in earlier:
@@ -225,7 +243,7 @@ async def _steps(
                     started_s = time.monotonic()
                     async with _watched(actors, progress, watch_s):
                         if async_loop is None:
-                            record = await _synchronous_step(config, actors, loan, end_evaluation)
+                            record = await _synchronous_step(config, actors, loan, end_evaluation, tail)
                         else:
                             record = await async_loop.step()
                 except ActorDied as death:
@@ -285,7 +303,11 @@ class _Evaluation:
 
 
 async def _synchronous_step(
-    config: TrainConfig, actors: Actors, loan: DeviceLoan, end_evaluation: Callable[[], Awaitable[None]]
+    config: TrainConfig,
+    actors: Actors,
+    loan: DeviceLoan,
+    end_evaluation: Callable[[], Awaitable[None]],
+    tail: TailRounds | None,
 ) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
@@ -295,18 +317,23 @@ async def _synchronous_step(
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
         waiting = [group for group in await actors.survey() if actors.may_begin_again(group.group_id)]
-        plans = plan_groups(
-            waiting=waiting,
-            mix=actors.mix,
-            step=actors.step,
-            first_task=actors.step * config.rollout.num_groups,
-            attempt=actors.attempt,
-            num_groups=wanted,
-            group_size=config.rollout.group_size,
-            num_redundant=config.rollout.redundant_episodes,
-            first_index=launched if round_index else 0,
-            ratios=actors.shapes.ratios,
-        )
+        if tail is not None:
+            where: Any = {"step": actors.step, "attempt": actors.attempt, "ratios": actors.shapes.ratios}
+            tail.go_on(actors.step, records_of(config.output_dir / "metrics.jsonl"))
+            plans = tail.more(wanted, **where) if round_index else tail.begin(waiting, **where)
+        else:
+            plans = plan_groups(
+                waiting=waiting,
+                mix=actors.mix,
+                step=actors.step,
+                first_task=actors.step * config.rollout.num_groups,
+                attempt=actors.attempt,
+                num_groups=wanted,
+                group_size=config.rollout.group_size,
+                num_redundant=config.rollout.redundant_episodes,
+                first_index=launched if round_index else 0,
+                ratios=actors.shapes.ratios,
+            )
         launched += len(plans)
         last_failure = ""
         async with loan.lent():
@@ -321,12 +348,18 @@ async def _synchronous_step(
             num_failed += len(report.failures)
             for name, _ in report.failures:
                 actors.gave_up(name)
+                if tail is not None:
+                    tail.failed(name)
             last_failure = report.failures[-1][1] if report.failures else last_failure
         if num_failed > config.env.max_failed_groups:
             raise TrainError(f"{num_failed} groups failed in one step, the last: {last_failure}", field="env")
         rollout_s += time.monotonic() - started_s
         record = await actors.train()
         if "step" in record:
+            group_ids = record.pop("group_ids")
+            if tail is not None:
+                told = tail.end(group_ids, record["sampled_mean"], record["num_trajectories"])
+                record["tail_batching"] = told
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
             if config.lend.node_dir is not None:
                 rollout["lent_s"] = loan.lent_s - lent_before_s
@@ -340,11 +373,19 @@ async def _synchronous_step(
 
 
 async def _played(config: TrainConfig, actors: Actors, plans: list[list[GroupPlan]]) -> list[RolloutReport]:
-    """Play the episodes; where steps are streamed, the trainer computes on groups that are complete meanwhile."""
+    """Play the episodes.
+
+    Where steps are streamed, the trainer computes on groups that are complete meanwhile; in short and long rounds it takes its batch as soon as there is
+    one, and what is played still is given up.
+    """
     playing = asyncio.ensure_future(actors.run(plans))
+    has_tail = config.rollout.tail_batching.extra_groups > 0
     try:
-        while config.streamed != "off" and not playing.done():
-            if not await actors.begin():
+        while (config.streamed != "off" or has_tail) and not playing.done():
+            if has_tail and not await actors.gather():
+                await actors.stop_training()
+                break
+            if not has_tail and not await actors.begin():
                 break
     except ActorDied:
         pass  # the trainer: what is played counts all the same, and the step finds out

@@ -67,6 +67,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "num_trajectories": len(trajectories),
         "success_rate": success_rate(trajectories),
         "reward_mean": sum(float(one.get("reward") or 0.0) for one in trajectories) / count,
+        "sampled_mean": sum(map(num_sampled, trajectories)) / count,
         "num_turns": num_turns,
         "turns_mean": num_turns / count,
         "truncated_fraction": num_truncated / count,

@@ -101,6 +101,13 @@ CHARTS = (
         curves=_curves(("policy/entropy", "entropy", "policy")),
     ),
     RunChart(
+        title="Lengths in short and long rounds",
+        hint="Sampled tokens of a batch over those of the batches of a whole cycle of rounds: an update of a short round sees short groups, one of a long round long ones.",
+        curves=_curves(
+            ("tail/length_ratio", "length, over the usual", "dense"), ("tail/is_long", "long round", "event")
+        ),
+    ),
+    RunChart(
         title="Time of a step",
         hint="Seconds. Asynchronous: rollouts are what the trainer waited.",
         curves=_curves(

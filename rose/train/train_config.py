@@ -171,6 +171,17 @@ class AdaptiveAlphaSettings(Section):
         return self
 
 
+class TailBatchingSettings(Section):
+    """Short and long rounds (after RollPacker, ``rose.policy.tail_batching``): a step begins more groups than it takes and trains on those that are complete
+    first; the others begin anew together, in a step that begins no more than it takes.  Over the rounds all prompts are trained on; within one, an
+    update sees short groups or long ones.  For synchronous runs."""
+
+    extra_groups: int = Field(default=0, ge=0, le=65536)
+    """That a short round begins beyond ``num_groups``.  0: off."""
+    patience: int = Field(default=8, ge=1, le=1024)
+    """Steps after which a group that was put by begins again although too few others wait with it."""
+
+
 class RolloutSettings(Section):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Whether episodes go on while the trainer trains."""
@@ -182,6 +193,7 @@ class RolloutSettings(Section):
     its old trajectories out of the update, ``wait`` holds the trainer so that there is none.  None = as the scheduler is
     configured, with its bound; the trainer then leaves out what is beyond ``alpha``."""
     adaptive_alpha: AdaptiveAlphaSettings = AdaptiveAlphaSettings()
+    tail_batching: TailBatchingSettings = TailBatchingSettings()
     num_groups: int = Field(default=8, ge=1, le=65536)
     redundant_episodes: int = Field(default=0, ge=0, le=4096)
     """Started per group beyond ``group_size``; the slowest are dropped, which favours short episodes."""

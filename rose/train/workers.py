@@ -264,6 +264,7 @@ class TrainWorker:
         self._consumed[step] = self._collected.ids
         sampled_success = success_rate([*trajectories, *(one for group in filtered for one in group)])
         num_starving, streamed_s = self._collected.num_leases_starved, self._streamed_s
+        group_ids = [*self._collected.kept, *self._collected.filtered]
         self._forget()
         self._unacknowledged += [(batch_id, step) for batch_id in batch_ids]
         self._successes.append(sampled_success)
@@ -283,6 +284,7 @@ class TrainWorker:
             "num_starved_leases": num_starving,
             **{name: value for name, value in report.to_dict().items() if name != "seconds"},
             "num_leases": len(batch_ids),
+            "group_ids": group_ids,
             "num_malformed": len(malformed),
             "malformed": dict(list(malformed.items())[:MAX_NAMED]),
             "num_filtered_groups": len(filtered),
@@ -391,8 +393,10 @@ class TrainWorker:
 
     async def begin(self) -> int:
         """Compute on the groups that are complete while others are played; the number that the step lacks, 0 where nothing can begin.  Where steps are streamed."""
-        if not self._streams:
-            return 0
+        return await self.gather() if self._streams else 0
+
+    async def gather(self) -> int:
+        """Lease what of the step is complete while the rest is played; the number of groups that it lacks."""
         async with self._busy:
             await self._settle(wait=False)
             await self._lease(STREAM_WAIT_S, while_played=True)
