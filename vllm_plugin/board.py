@@ -22,9 +22,7 @@ from vllm_plugin import internals
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.peers import Trouble, require_own
-
-WAITING_LOOKED_AT = 64
-"""Waiting requests that are looked at one by one; a longer queue is pressure anyway."""
+from vllm_plugin.waiting import WAITING_LOOKED_AT
 
 
 class Board:

@@ -22,7 +22,7 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rose.policy.coserving.runs import fewest_runs
@@ -187,6 +187,21 @@ class Balloon:
         if count:
             self.note_freed()
         return count
+
+    def reset_around(self, reset: Callable[[], bool]) -> bool:
+        """vLLM's reset of its prefix cache demands an otherwise empty pool: let everything out, reset, take it in again.
+
+        Raises:
+            RuntimeError: Requests hold some of it; nothing ran since it was let out.
+        """
+        chunks = sorted(self.inflated)
+        self.deflate(chunks)
+        try:
+            return bool(reset())
+        finally:
+            lost = [chunk for chunk in chunks if not self.inflate(chunk)]
+            if lost:
+                raise RuntimeError(f"chunks {lost} could not be taken back after a reset")
 
     def cheapest_victims(
         self, count: int, requests: Iterable[tuple[str, int, Iterable[int]]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -71,6 +71,12 @@ def enforce(
             choice = Choice(rung=Rung.HOST_GATE, reason=f"no green context: {error}", serialise=True)
     logger.info("ROSE: compute is shared by %s: %s", choice.rung.value, choice.reason)
     return {**asdict(choice), "sms": sms}
+
+
+def common_rung(rungs: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One for a whole engine, whose ranks step together: a rank that needs its steps serialised decides for all."""
+    told = [rung for rung in rungs if rung is not None]
+    return next((rung for rung in told if rung["serialise"]), told[0] if told else None)
 
 
 def use_stream(stream: int, device: Any) -> None:

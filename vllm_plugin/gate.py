@@ -73,6 +73,33 @@ class Gate:
         self.reason = admission.reason
         return admission.token_budget
 
+    def next_step(self, board: RecordReader[ServingBoard], allowed_chunks: int) -> int:
+        """Engine thread, of the step that is about to be put together: its tokens; with none the gate closes."""
+        try:
+            tokens = self.tokens(board) if allowed_chunks else 0
+        except LedgerError as error:
+            self.reason, tokens = str(error), 0
+        if tokens == 0:
+            self.is_open = False
+        return tokens
+
+    def look(self, board: RecordReader[ServingBoard], allowed_chunks: int, *, notified: bool) -> bool:
+        """Background thread: close it, or open it where a step may start now; whether it has just opened, and vLLM's loop must be woken.
+
+        Args:
+            notified: An event has called for this look, not the timer.
+
+        Raises:
+            LedgerError: As :meth:`tokens`.
+        """
+        if not (allowed_chunks > 0 and self.tokens(board) > 0):
+            self.is_open = False
+        elif not self.is_open:
+            self.opened_by = "event" if notified else "timer"
+            self.is_open = True
+            return True
+        return False
+
     def _view(self, reader: RecordReader[ServingBoard]) -> BoardView:
         if not self._permit.has_serving:
             return BoardView(present=False)

@@ -34,6 +34,17 @@ class PagerChannel:
         self._write(after_step=0)
         self.ranks = [directory.rank(role, rank, num_chunks) for rank in range(num_ranks)]
 
+    def require_workers(self) -> None:
+        """All of this engine's workers have reported their memory, and live.
+
+        Raises:
+            RuntimeError: One has not: a file without a writer, or of another engine's worker, which dies; ours has no page pool.
+        """
+        for reader in self.ranks:
+            record = reader.read()
+            if record is None or record.engine != self.engine or not reader.alive():
+                raise RuntimeError("a worker did not report elastic memory")
+
     def reports(self) -> tuple[tuple[Report, ...], int]:
         """The workers' reports, and the largest amount of unmapped memory that one of them still retains, in pages.
 

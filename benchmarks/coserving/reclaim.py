@@ -237,7 +237,7 @@ def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[li
         peer.stdout.readline()
         for number in range(repeats):
             _run_until(
-                scheduler, engine, lambda: len(side.balloon.inflated) == LENT_PAGES and not side._mapped
+                scheduler, engine, lambda: len(side.balloon.inflated) == LENT_PAGES and not side.seam.mapped
             )
             peer_lease = NodeDir(path).rollout_lease()
             _run_until(
@@ -279,7 +279,7 @@ def _run_until(scheduler: Any, engine: Any, condition: Any, timeout_s: float = 3
         scheduler.rose.before_schedule()
         if condition():
             return
-        scheduler.rose._tell_step()
+        scheduler.rose.hooks.tell_step()
         while engine._idle_state_callbacks and not scheduler.requests:
             engine._idle_state_callbacks.pop(0)(engine)
         if time.monotonic() > until_s:

@@ -36,7 +36,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
     request.arrival_time -= 60.0
     scheduler._preempt_request(request, time.monotonic())
     board = NodeDir(node_dir).serving_board()
-    scheduler.rose._tell_step()
+    scheduler.rose.hooks.tell_step()
     record = board.read()
     assert record is not None
     assert (record.waiting, record.breaches, record.ttft_deadline_ns) == (1, 0, 0)
@@ -44,7 +44,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
     fresh = harness.request("late")
     fresh.arrival_time -= 60.0
     scheduler.add_request(fresh)
-    scheduler.rose._tell_step()
+    scheduler.rose.hooks.tell_step()
     record = board.read()
     assert record is not None
     assert record.breaches == 1
@@ -134,7 +134,7 @@ def test_the_board_stays_busy_while_a_second_step_is_in_flight(scheduler: Any, n
     record = board.read()
     assert record is not None
     assert (record.busy, record.step) == (1, 2)
-    assert [step[:2] for step in scheduler.rose._measured] == [(20, 0)]
+    assert [step[:2] for step in scheduler.rose.learner.measured] == [(20, 0)]
     scheduler.rose.after_update()
     record = board.read()
     assert record is not None

@@ -92,7 +92,7 @@ def device(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def test_a_rollout_engine_that_may_run_is_told_of_every_step(device: Device) -> None:
     device.peer(True)
-    device.side._round()
+    device.side.rounds.round()
     assert device.told(3) == 3
 
 
@@ -111,7 +111,7 @@ def test_the_engine_core_spins_as_vllm_does_unless_a_rollout_engine_may_run_besi
     monkeypatch.setattr(compat, "_spins", not spins)
     device.peer(peer)
     device.mode(mode)
-    device.side._round()
+    device.side.rounds.round()
     assert compat._spins == spins
 
 
@@ -121,29 +121,29 @@ def test_where_none_may_run_the_board_comes_with_the_background_threads_round(
 ) -> None:
     device.peer(peer)
     device.mode(mode)
-    device.side._round()
+    device.side.rounds.round()
     assert device.told(3) == 0
-    device.side._round()
+    device.side.rounds.round()
     assert device.board_step() == 3
 
 
 def test_nothing_is_written_until_the_engine_thread_has_let_go(device: Device) -> None:
     """It may be in the middle of a write when it is asked."""
     before = device.node.serving_board().word()
-    device.side._round()  # asks
-    device.side._round()
+    device.side.rounds.round()  # asks
+    device.side.rounds.round()
     assert device.node.serving_board().word() == before
     device.step()  # answers
-    device.side._round()
+    device.side.rounds.round()
     assert device.board_step() == 1
 
 
 def test_who_takes_the_board_over_finds_the_last_step_on_it(device: Device) -> None:
     """An idle engine makes no step that would bring it."""
-    device.side._round()
+    device.side.rounds.round()
     device.told(2)
     device.peer(True)
-    device.side._round()
+    device.side.rounds.round()
     assert device.board_step() == 2
     assert device.told(2) == 2
 
@@ -151,17 +151,17 @@ def test_who_takes_the_board_over_finds_the_last_step_on_it(device: Device) -> N
 def test_a_deleted_board_is_made_anew_by_nobody_but_its_writer(device: Device) -> None:
     """Else the file is closed under the thread that writes it, or a look at it in that moment is taken for a stranger's write."""
     side, board = device.side, device.side._board
-    side._round()
+    side.rounds.round()
     device.told(1)
     board.file.path.unlink()
     board.watched, board._asked = False, board._given + 1  # asked for, and not given yet
-    side._check_own_files()
+    side.rounds.check_own_files()
     assert not board.file.path.exists()
     turns: list[int] = []
-    mend = side._trouble.mend
-    side._trouble.mend = lambda writer: (turns.append(board._turn & 1), mend(writer))
+    mend = side.rounds._trouble.mend
+    side.rounds._trouble.mend = lambda writer: (turns.append(board._turn & 1), mend(writer))
     board._given = board._asked
-    side._check_own_files()
+    side.rounds.check_own_files()
     assert board.file.path.exists()
     assert turns[-1] == 1, "the engine thread sees that we write"
     assert board._turn & 1 == 0
@@ -178,7 +178,7 @@ def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for
         while not ended.is_set():
             rounds += 1
             device.peer(rounds % 3 == 0)
-            device.side._round()
+            device.side.rounds.round()
 
     interval_s = sys.getswitchinterval()
     thread = threading.Thread(target=background)
@@ -194,7 +194,7 @@ def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for
     assert rounds > 600, "the background thread has broken"
     assert device.side.failed is None
     device.peer(False)
-    device.side._round()
+    device.side.rounds.round()
     device.step()
-    device.side._round()
+    device.side.rounds.round()
     assert device.board_step() == device.side.steps.step

@@ -76,7 +76,7 @@ def test_whatever_comes_out_the_step_was_what_it_computed(device: Device, accept
     output = draft(device, a=NUM_DRAFTS, b=1)
     verified(device.scheduler, output, accepted)
 
-    assert device.side._measured[-1][:2] == (NUM_DRAFTS + 1, 2)
+    assert device.side.learner.measured[-1][:2] == (NUM_DRAFTS + 1, 2)
     assert len(device.scheduler.requests["a"].output_token_ids) == 2 + accepted
     assert device.side.failed is None
 
@@ -110,5 +110,5 @@ def test_production_must_start_earlier_where_its_steps_verify_drafts(device: Dev
 
     drafts = side.steps.drafts_per_decode * 2
     assert 0 < drafts < 2 * NUM_DRAFTS
-    expected_ns = drafts * side.model.prefill_token_s * NS_PER_S
+    expected_ns = drafts * side.learner.model.prefill_token_s * NS_PER_S
     assert without_ns - allowed_ns() == pytest.approx(expected_ns, rel=0.01)

@@ -30,7 +30,7 @@ HOOKS = [
     "usage",
     "reset_prefix_cache",
     "_board.write",
-    "_round",
+    "rounds.round",
 ]
 
 
@@ -191,14 +191,14 @@ def test_a_strangers_mark_in_the_middle_of_a_round_does_not_become_ours(
     scheduler: Any, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pager would take memory away that vLLM uses."""
-    path, publish = node_dir / "serving.chunks", scheduler.rose._publish_lease
+    path, publish = node_dir / "serving.chunks", scheduler.rose._lease.say
 
     def slowly(reserved_pages: int) -> None:
         monkeypatch.undo()
         scribble(path, path.stat().st_size - 1)
         publish(reserved_pages)
 
-    monkeypatch.setattr(scheduler.rose, "_publish_lease", slowly)
+    monkeypatch.setattr(scheduler.rose._lease, "say", slowly)
     eventually(lambda: scheduler.rose.failed, "the write is noticed")
 
 
@@ -233,7 +233,7 @@ class Lender:
             self._rank.write(RankState(generation=wish.generation if wish is not None else 0))
         except LedgerError:
             pass  # nothing is known: the pager leaves everything as it is
-        engine = self.scheduler.rose._engine
+        engine = self.scheduler.rose.seam.engine
         while engine._idle_state_callbacks:
             engine._idle_state_callbacks.pop()(engine)
         return True

@@ -67,18 +67,18 @@ def test_time_that_a_step_stood_is_taken_off_that_step_and_a_damaged_file_hides_
     with NodeDir(node).layers_writer() as layers:
         layers.write(LayerState(waited_ns=5))
         assert not side.permit.may_stop
-        assert side._stood_ns() == 5, "the step began when it might still stop"
+        assert side.layers.stood_ns() == 5, "the step began when it might still stop"
         side.permit.may_stop = True
         layers.write(LayerState(waited_ns=7))
-        assert side._stood_ns() == 2
+        assert side.layers.stood_ns() == 2
         layers.path.write_bytes(b"\xff" * layers.path.stat().st_size)
-        assert side._stood_ns() is None
-        assert "rollout.layers" in side._layer_stops()["error"]
+        assert side.layers.stood_ns() is None
+        assert "rollout.layers" in side.layers.status(side.permit.may_stop)["error"]
         layers.mend()
         layers.write(LayerState(waited_ns=9))
-        assert side._stood_ns() is None, "of how many steps, nobody knows"
-        assert side._stood_ns() == 0
-        assert side._layer_stops()["waited_ns"] == 9
+        assert side.layers.stood_ns() is None, "of how many steps, nobody knows"
+        assert side.layers.stood_ns() == 0
+        assert side.layers.status(side.permit.may_stop)["waited_ns"] == 9
     for writer in (side._lease, side._pagers, rank):
         writer.close()
 

@@ -67,7 +67,7 @@ class Pair:
 
     def lend(self, chunks: int) -> None:
         """The agent asks for so many; nothing else runs meanwhile."""
-        self.ours.rose._target_lent_chunks = chunks
+        self.ours.rose.seam.target_chunks = chunks
         for _ in range(1000):
             self.ours.rose.before_schedule()
             if len(self.ours.rose.balloon.inflated) == chunks:
@@ -77,8 +77,8 @@ class Pair:
     def give_back(self) -> None:
         """Everything is mapped again."""
         side = self.ours.rose
-        side._target_lent_chunks = 0
-        side._mapped.extend(sorted(side.balloon.inflated))
+        side.seam.target_chunks = 0
+        side.seam.mapped.extend(sorted(side.balloon.inflated))
         while side.balloon.inflated:
             side.before_schedule()
 
@@ -324,10 +324,10 @@ def lend_within(pair: Pair, chunks: int, max_loss: float) -> int:
     """The agent asks for so many and states a bound; how many are lent."""
     side = pair.ours.rose
     side.prefixes.look(max_loss, released=[], short=chunks)
-    side._target_lent_chunks = chunks
+    side.seam.target_chunks = chunks
     for _ in range(300):
         side.before_schedule()
-    side._target_lent_chunks = 0
+    side.seam.target_chunks = 0
     return len(side.balloon.inflated)
 
 
@@ -408,10 +408,10 @@ def test_an_error_in_the_middle_of_an_allocation_switches_off_and_vllm_goes_on(
 def rounds_until_quiet(side: Any, most: int = 200) -> int:
     """Rounds of the background thread that follow each other at once beside an idle engine, at most ``most``."""
     for rounds in range(1, most):
-        side._round()
-        while side._engine._idle_state_callbacks:
-            side._engine._idle_state_callbacks.pop()(side._engine)
-        if not side._notifier.wait(0.0):
+        side.rounds.round()
+        while side.seam.engine._idle_state_callbacks:
+            side.seam.engine._idle_state_callbacks.pop()(side.seam.engine)
+        if not side.seam.notifier.wait(0.0):
             return rounds
     return most
 
@@ -423,16 +423,16 @@ def test_an_idle_engine_is_left_alone_while_what_is_asked_for_lies_in_kept_chunk
     for _ in range(200):
         pair.say(_prompt(rng))
     side = pair.ours.rose
-    side._engine = harness.engine()
+    side.seam.engine = harness.engine()
     far_ns = time.monotonic_ns() + 3600 * 10**9
     wish = NodeState(mode=Mode.ON, has_serving=1, lend_pages=15, max_loss_ppm=10_000, heartbeat_ns=far_ns)
     agent.write(wish)
-    side._notifier.wait(0.0)  # of the steps before
+    side.seam.notifier.wait(0.0)  # of the steps before
 
     assert rounds_until_quiet(side) < 20
     assert side.prefixes.num_kept > 0
-    side._round()  # the next one, on the timer
-    assert not side._engine._idle_state_callbacks
+    side.rounds.round()  # the next one, on the timer
+    assert not side.seam.engine._idle_state_callbacks
 
     agent.write(replace(wish, max_loss_ppm=0))  # now any cached chunk may go
     rounds_until_quiet(side)

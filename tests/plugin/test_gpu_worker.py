@@ -415,7 +415,7 @@ def engine_of(
 
 def inflate(side: Any, count: int) -> None:
     """Have the engine thread take that many chunks out of the pool; a slice of its time may not be enough."""
-    side._target_lent_chunks = count
+    side.seam.target_chunks = count
     until(lambda: side.before_schedule() or len(side.balloon.inflated) == count)
 
 
@@ -426,18 +426,18 @@ def test_production_does_not_count_kept_handles_as_lent(
     scheduler, rank = engine_of("serving")
     side = scheduler.rose
     inflate(side, 4)
-    monkeypatch.setattr(side, "_lendable", lambda node: 4)
-    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
-    side._round()
+    monkeypatch.setattr(side.rounds, "_lendable", lambda node: 4)
+    monkeypatch.setattr(side.seam, "call_when_idle", lambda callback: None)
+    side.rounds.round()
     away = {c for c, wanted in enumerate(side._pagers.marks.extra) if not wanted}
     assert len(away) == 4
     for chunk in away:
         rank.extra[chunk] = 0
     rank.write(harness.RankState(generation=harness.ANY, resident_pages=15, retained_pages=3))
-    side._round()
+    side.rounds.round()
     assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 1  # type: ignore[union-attr]
     rank.write(harness.RankState(generation=harness.ANY, resident_pages=12))
-    side._round()
+    side.rounds.round()
     assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 4  # type: ignore[union-attr]
 
 
@@ -450,19 +450,19 @@ def test_production_uses_no_chunk_that_is_on_its_way_out(
     """It was given up, and taken back before its memory had gone: the pager may be about to take it away."""
     scheduler, rank = engine_of("serving")
     side, lendable = scheduler.rose, [1]
-    monkeypatch.setattr(side, "_lendable", lambda node: lendable[0])
-    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
+    monkeypatch.setattr(side.rounds, "_lendable", lambda node: lendable[0])
+    monkeypatch.setattr(side.seam, "call_when_idle", lambda callback: None)
     inflate(side, 1)
-    side._round()
+    side.rounds.round()
     (chunk,) = side.book.chunks.leaving()
     lendable[0] = 0
-    side._round()
+    side.rounds.round()
     assert side._pagers.marks.extra[chunk] == 1  # wanted back
     for state, given in ((MOVING, []), (MAPPED, [chunk])):
         rank.extra[chunk] = state
         rank.write(harness.RankState(generation=harness.ANY, resident_pages=16))
-        side._round()
-        assert list(side._mapped) == given
+        side.rounds.round()
+        assert list(side.seam.mapped) == given
 
 
 def test_the_step_to_wait_for_is_published_before_the_marks(
@@ -480,9 +480,9 @@ def test_the_step_to_wait_for_is_published_before_the_marks(
         "write",
         lambda r: (written.append((r.after_step, bytes(side._pagers.marks.extra))), write(r)),
     )
-    monkeypatch.setattr(side, "_lendable", lambda node: 2)
-    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
-    side._round()
+    monkeypatch.setattr(side.rounds, "_lendable", lambda node: 2)
+    monkeypatch.setattr(side.seam, "call_when_idle", lambda callback: None)
+    side.rounds.round()
     assert [(step, marks.count(0)) for step, marks in written] == [(3, 0), (3, 2)]
 
 
@@ -492,18 +492,18 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
     """The step that is being scheduled while the cut is published cannot touch it: waiting for it would delay the reclaim."""
     scheduler, _ = engine_of("rollout")
     side, written = scheduler.rose, []
-    side._engine = harness.engine()
-    side._engine.output_queue = queue.Queue()
-    side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
+    side.seam.engine = harness.engine()
+    side.seam.engine.output_queue = queue.Queue()
+    side.seam.target_chunks, chunks = 4, [1, 2, 3, 4]
     side.book.chunks.take(chunks)
     (mark,) = side.book.chunks.mark()
     side._pagers.write(mark)
     side.book.handle(MarksWritten())
-    side._mapped.extend(side.book.settle([Report(harness.ANY, b"\1" * side.plan.num_chunks)]))
+    side.seam.mapped.extend(side.book.settle([Report(harness.ANY, b"\1" * side.plan.num_chunks)]))
     monkeypatch.setattr(side.gate, "tokens", lambda board: 1000)
     scheduler.add_request(harness.request("a"))
     assert [internals.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
-    side._allowed_chunks = 0
+    side.seam.target_chunks = 0
     assert internals.stamp_of(harness.step(scheduler)) == 3  # cut at its head
     write = side._pagers.marks.write
     monkeypatch.setattr(
@@ -511,7 +511,7 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
         "write",
         lambda r: (written.append((r.after_step, bytes(side._pagers.marks.extra).count(1))), write(r)),
     )
-    side._round(False)
+    side.rounds.round(False)
     assert written == [(2, 4), (2, 0)]
 
 

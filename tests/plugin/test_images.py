@@ -42,7 +42,7 @@ def test_an_image_is_encoded_in_the_step_that_comes_to_it_and_counts_there(devic
     assert output.scheduled_encoder_inputs == {"c": [0, 1]}  # the prompt stops before the third
     assert device.side.steps.oldest == (90, 2, 60)
     harness.answer(device.scheduler, output)
-    assert device.side._measured[-1][:3] == (90, 2, 60)
+    assert device.side.learner.measured[-1][:3] == (90, 2, 60)
     output = device.scheduler.schedule()
     assert device.side.steps.oldest == (20, 2, 20)
     harness.answer(device.scheduler, output)
@@ -63,8 +63,8 @@ def test_production_must_start_earlier_where_a_prompt_has_images(
         return side._board._prompt_ns(request, 110, 2)
 
     text = work_ns(harness.request("text", 110))
-    expected = sum(size for _, size in images) * side.model.encoder_token_s
-    expected += steps * side.model.predict(0, 2)
+    expected = sum(size for _, size in images) * side.learner.model.encoder_token_s
+    expected += steps * side.learner.model.predict(0, 2)
     request = harness.request("c", 110, images=images)
     assert work_ns(request) - text == pytest.approx(expected * NS_PER_S, rel=1e-3)
 
@@ -78,7 +78,7 @@ def test_production_must_start_earlier_where_a_prompt_has_images(
 
 
 def test_steps_with_images_teach_what_an_encoder_takes(device: Device) -> None:
-    side, before = device.side, device.side.model.encoder_token_s
-    side._measured.append((100, 2, 100, 1.0))
-    side._round()
-    assert side.model.encoder_token_s > before
+    side, before = device.side, device.side.learner.model.encoder_token_s
+    side.learner.measured.append((100, 2, 100, 1.0))
+    side.rounds.round()
+    assert side.learner.model.encoder_token_s > before

@@ -14,7 +14,7 @@ from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
-from vllm_plugin.serving import HEARTBEAT_S
+from vllm_plugin.serving_lease import HEARTBEAT_S
 from vllm_plugin.watch import Notifier
 
 
@@ -37,13 +37,13 @@ def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pyte
     rounds = {"serving": 0, "rollout": 0}
 
     def counted(name: str, side: Any) -> None:
-        original = side._round
+        original = side.rounds.round
 
         def count(*args: Any) -> None:
             rounds[name] += 1
             original(*args)
 
-        side._round = count
+        side.rounds.round = count
 
     counted("serving", serving.rose)
     counted("rollout", rollout.rose)

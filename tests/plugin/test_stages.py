@@ -58,13 +58,13 @@ def test_two_batches_in_flight_are_timed_each_by_itself(
         first, second = second, put_together()
 
     steps = side.steps
-    assert [seconds for *_, seconds in side._measured][1:] == pytest.approx([0.015] * 5)
+    assert [seconds for *_, seconds in side.learner.measured][1:] == pytest.approx([0.015] * 5)
     # Whoever comes next had its last token just before its step was put together, not when the other's ended.
     assert steps.due_since_ns == steps.started_ns == steps.last_token_ns - 5 * MS
     side._board.write(busy=True)
     board = device.node.serving_board().read()
     assert board is not None
-    decode_ns = int(side.model.predict(*steps.expects(2)) * NS_PER_S)
+    decode_ns = int(side.learner.model.predict(*steps.expects(2)) * NS_PER_S)
     assert board.tpot_deadline_ns == steps.started_ns + NS_PER_S - decode_ns
     assert (board.busy, board.running) == (1, 2)
     assert side.failed is None

@@ -48,7 +48,7 @@ def test_what_came_back_is_not_lent_again_before_a_step_could_use_it(
     harness.step(scheduler)  # as many as fit; the rest waits for memory
 
     def came_back() -> bool:
-        return bool(side._mapped) or side.before_schedule()  # states the claim, until it is answered
+        return bool(side.seam.mapped) or side.before_schedule()  # states the claim, until it is answered
 
     eventually(came_back, "the claim is answered")
     side.before_schedule()

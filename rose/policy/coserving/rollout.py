@@ -75,6 +75,10 @@ class RolloutBook:
         """How many chunks fit ``pages``, of those that there are."""
         return min(pages // self.chunk_pages, self.chunks.num_chunks)
 
+    def owes(self, allowed_chunks: int) -> bool:
+        """Are more chunks in use than may be?  They are the engine thread's to give up."""
+        return self.chunks.num_used > allowed_chunks
+
     def released(self, chunks: Iterable[tuple[int, int]]) -> None:
         """``(chunk, last step that may touch it)`` of each chunk that left the block pool."""
         for chunk, step in chunks:

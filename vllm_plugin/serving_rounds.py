@@ -1,0 +1,191 @@
+"""Production's background thread, once a round: read the shared files, tell the book, do what it says.
+
+What is decided there is in :class:`~rose.policy.coserving.serving.ServingBook`.
+
+Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` falls.
+Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
+lets go.  Nothing here waits for the peer; if it never answers, serving stays as large as it is, and the node
+agent kills the peer at the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState
+from rose.errors import LedgerError
+from rose.policy.coserving.events import (
+    Mark,
+    MarksWritten,
+    PeerCounted,
+    Reserve,
+    ServingEvent,
+    ServingLooked,
+    Stranded,
+    Use,
+)
+from rose.policy.coserving.search import LoanSearch
+from rose.policy.coserving.serving import ServingBook, lendable_chunks
+from rose.policy.coserving.steps import StepBook
+from rose.units import NS_PER_S
+from vllm_plugin import compat
+from vllm_plugin.board import Board
+from vllm_plugin.pager_channel import PagerChannel
+from vllm_plugin.peers import Peers, Trouble, require_own
+from vllm_plugin.prefix_watch import PrefixWatch
+from vllm_plugin.protocol_log import ProtocolLog
+from vllm_plugin.seam import Seam
+from vllm_plugin.serving_lease import LentLease
+from vllm_plugin.step_learning import StepLearner
+
+logger = logging.getLogger("vllm.rose")
+
+
+class ServingRounds:
+    """See the module.  What it is made of is the side's (:class:`vllm_plugin.serving.ServingSide`).
+
+    Args:
+        elastic: Its KV memory can be given back; else nothing is ever lent.
+        idle: Run on the engine thread where an idle engine has something to do.
+    """
+
+    def __init__(
+        self,
+        directory: NodeDir,
+        *,
+        elastic: bool,
+        seam: Seam,
+        book: ServingBook,
+        steps: StepBook,
+        search: LoanSearch,
+        prefixes: PrefixWatch,
+        learner: StepLearner,
+        board: Board,
+        lease: LentLease,
+        pagers: PagerChannel,
+        trouble: Trouble,
+        idle: Callable[[], None],
+    ) -> None:
+        self._path, self._elastic, self._idle = directory.path, elastic, idle
+        self._seam, self._book, self._steps, self._search = seam, book, steps, search
+        self._prefixes, self._learner, self._board = prefixes, learner, board
+        self._lease, self._pagers, self._trouble = lease, pagers, trouble
+        self._node, self._peers = directory.node(), Peers(directory, trouble)
+        self._door = ProtocolLog("serving", book)
+        self._max_loss = 0.0
+
+    def round(self) -> None:
+        """Look at everything once and act.  Order: see the module docstring."""
+        self._learner.learn(watched=self._board.watched)
+        book, seam, at_s = self._book, self._seam, time.monotonic()
+        self.check_own_files()
+        reports, retained = self._pagers.reports()
+        node = self._read_node()
+        self._turn_board_over(node)
+        target = self._lendable(node)
+        released = seam.take_released(book.chunks, self._pagers)
+        self._tell(
+            ServingLooked(
+                at_s=at_s,
+                released=released,
+                reports=reports,
+                target_chunks=target,
+                claim_chunks=self._steps.claim_chunks,
+                retained_pages=retained,
+            )
+        )
+        self._prefixes.look(
+            self._max_loss, released=[chunk for chunk, _ in released], short=target - book.num_lent
+        )
+        seam.target_chunks = book.may_lend(target)
+        # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
+        peer_pages = self._peers.pages() if book.num_lent else 0
+        self._tell(PeerCounted(at_s=time.monotonic(), pages=peer_pages))
+        seam.stranded = book.stranded
+        missing = book.missing_from(seam.target_chunks)
+        if seam.mapped or (missing and self._search.may_find_more(time.monotonic(), self._prefixes.offered)):
+            seam.call_when_idle(self._idle)
+
+    def _tell(self, event: ServingEvent) -> None:
+        """Tell the book, and do what it says."""
+        for action in self._door.handle(event):
+            match action:
+                case Use():
+                    self._seam.mapped.extend(action.chunks)
+                case Reserve():
+                    self._lease.say(action.pages)
+                case Stranded():
+                    self._say_stranded(action.pages)
+                case Mark():
+                    # A stranger's mark must not be written over unseen: a pager may have obeyed it.
+                    self.check_own_files()
+                    self._pagers.write(action)
+                    self._door.handle(MarksWritten())
+
+    def _say_stranded(self, pages: int) -> None:
+        if pages:
+            logger.error(
+                "ROSE: %d pages of 2 MiB are not given back, by a process that neither obeys nor dies (frozen?); production "
+                "goes on with what it has, nothing more is lent; kill or thaw the rollout engine of %s",
+                pages,
+                self._path,
+            )
+        else:
+            logger.warning("ROSE: what was not given back has come back")
+
+    def check_own_files(self) -> None:
+        """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.  What was
+        deleted is made anew: that steers nothing, and whoever comes later has to find it.
+
+        Raises:
+            LedgerError: Somebody else wrote into our files.
+        """
+        ours = (self._lease.file, self._pagers.marks)
+        if not self._seam.failed:
+            for writer in ours:
+                require_own(writer)
+        for writer in ours:
+            self._trouble.mend(writer)
+        self._board.find()
+
+    def _read_node(self) -> NodeState | None:
+        """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
+        try:
+            node = self._node.read()
+        except LedgerError as error:
+            self._trouble.say("node.state", error)
+            return None
+        self._trouble.over("node.state")
+        return node
+
+    def _turn_board_over(self, node: NodeState | None) -> None:
+        """Is there anybody who steers by our steps?"""
+        may_run = node is not None and node.mode == Mode.ON
+        watched = self._book.is_watched(peer_lives=self._peers.any_alive(), may_run=may_run)
+        healthy = not self._seam.failed
+        compat.let_spin(not watched or not healthy)
+        self._board.turn_over(watched, healthy=healthy)
+
+    def _lendable(self, node: NodeState | None) -> int:
+        """Chunks that may be lent now: what the agent asks for, nothing when it is silent or we failed."""
+        if node is None or self._seam.failed:
+            return 0
+        self._board.slo_ttft_ns, self._board.slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
+        self._steps.fixed = bool(node.fixed)
+        self._max_loss = max(0, node.max_loss_ppm) / 1e6
+        if not self._elastic:
+            return 0
+        return lendable_chunks(
+            mode=node.mode,
+            lend_pages=node.lend_pages,
+            floor_pages=node.floor_pages,
+            node_age_s=(time.monotonic_ns() - node.heartbeat_ns) / NS_PER_S,
+            num_chunks=self._book.chunks.num_chunks,
+            chunk_pages=self._book.chunk_pages,
+        )
+
+    def close(self) -> None:
+        self._door.close()
