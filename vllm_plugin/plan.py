@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.errors import SectionCorrupt, WeightsError
-from rose.weights import kernels
+from rose.weights import indexed
 from rose.weights.spec import TensorSpec
 from vllm_plugin.cover import Region, cover, is_nested
 
@@ -91,12 +91,12 @@ class BoxMap:
             # What is checked is the copy: the original may be a file's.
             mine = index[low:high].copy()
             if mine.size and not (
-                mine[0] >= self.src_offset and mine[-1] <= last and kernels.increases(mine)
+                mine[0] >= self.src_offset and mine[-1] <= last and indexed.increases(mine)
             ):
                 raise SectionCorrupt("indices do not increase", field="idx")
             return slice(low, high), mine, mine.astype(np.int64) + (self.dst_offset - self.src_offset)
         inside, storage = (np.empty(high - low, np.int64) for _ in range(2))
-        found = kernels.locate(
+        found = indexed.locate(
             index[low:high], *(np.array(axes, np.int64) for axes in (shape, src, dst)), self.src_offset, inside, storage
         )  # fmt: skip
         if found < 0:

@@ -48,7 +48,7 @@ import torch
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import Lineage, WeightVersion
-from rose.weights import kernels, statehash
+from rose.weights import indexed, statehash
 from rose.weights.spec import differences, model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
@@ -381,7 +381,7 @@ class RankWeights:
         values = tensor.val[inside].copy() if isinstance(inside, slice) else tensor.val[inside]
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
-            kernels.put(nothing, np.empty(0, np.int64), nothing)
+            indexed.put(nothing, np.empty(0, np.int64), nothing)
         return BoxUpdate(
             name=tensor.spec.name,
             box=box,

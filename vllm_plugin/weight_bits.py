@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from rose.weights import kernels, statehash
+from rose.weights import indexed, statehash
 from rose.weights.update import TensorUpdate
 from vllm_plugin.cover import span_of
 from vllm_plugin.plan import BoxMap
@@ -56,7 +56,7 @@ def put(bits: torch.Tensor, piece: BoxUpdate, values: torch.Tensor) -> torch.Ten
         place.copy_(there)
         return not torch.equal(place, there)
     if bits.device.type == "cpu":
-        return not kernels.put(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
+        return not indexed.put(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
     return scatter(bits, piece.storage, values)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.weight_transfer.weights_data import SHAPES, Pair, Shape, generate
 from rose.lineage import WeightVersion
-from rose.weights import kernels, statehash
+from rose.weights import indexed, statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
 from vllm_plugin.plan import record
@@ -142,10 +142,10 @@ def bare_scatter(rank: RankWeights) -> float:
     ]
     began_s = time.thread_time()
     for bits, places, new, _ in work:
-        kernels.scatter(bits, places, new)
+        indexed.scatter(bits, places, new)
     seconds = time.thread_time() - began_s
     for bits, places, _, old in work:
-        kernels.scatter(bits, places, old)
+        indexed.scatter(bits, places, old)
     return seconds
 
 

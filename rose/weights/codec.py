@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.errors import SectionCorrupt, WeightsError
-from rose.weights import kernels
+from rose.weights import indexed, kernels
 from rose.weights.kernels import BLOCK, SEGMENT
 from rose.weights.statehash import Bits
 from rose.weights.statehash import readonly as _ro
@@ -264,7 +264,7 @@ def scatter(bits: Bits, idx: NDArray[np.uint32], values: Bits) -> None:
     """``bits[idx] = values``; writing twice is the same as once."""
     _expect(values.dtype == bits.dtype and values.size == idx.size, "values must match bits and idx")
     _expect(not idx.size or int(idx[-1]) < bits.size, "index past the run")
-    kernels.scatter(bits, _ro(idx), _ro(values))
+    indexed.scatter(bits, _ro(idx), _ro(values))
 
 
 def apply(bits: Bits, delta: Delta, *, start: int = 0) -> int:

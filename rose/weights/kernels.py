@@ -1,6 +1,6 @@
 """The compiled loops of state hash and codec (:mod:`rose.weights.statehash`, :mod:`rose.weights.codec`).
 
-All of them in one file: numba's disk cache notices a change of the file, not of what it imports.  Kernels
+These call each other, hence one file: numba's disk cache notices a change of the file, not of what it imports.  Kernels
 trust their arguments: types and sizes are the callers' to check.  Everything arrives as arrays and integers,
 nothing is allocated here, and the GIL is released, so runs may be coded on several threads.
 ``sign`` is the sign bit of an element and ``mask`` all its bits (0x8000, 0xFFFF for 16-bit elements).
@@ -12,13 +12,14 @@ loop per thing to do, over scratch that stays in cache, instead of one loop for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from rose.weights.jit import compiled, inlined
 
 SEGMENT = 65_536
 BLOCK = 64
@@ -26,22 +27,6 @@ BLOCK = 64
 
 BITS_TOO_FEW, BITS_LEFT, OUT_OF_RUN, STEP_TOO_BIG = -1, -2, -3, -4
 """What :func:`decode` answers for a payload it refuses."""
-
-
-def _jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile at first use, and keep the result on disk where there is a place to write it."""
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # neither beside this file nor in the user's cache folder: a read-only container
-        return njit(**options)(function)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    return _jit(function, nogil=True)
-
-
-def _inlined(function: Callable[..., Any]) -> Any:
-    return _jit(function, inline="always")
 
 
 # --- what LLVM offers and numba does not ------------------------------------------------------------------
@@ -107,7 +92,7 @@ def _load64(typing_context: Any, data: Any, at: Any) -> Any:
 _A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-@_inlined
+@inlined
 def mix64(x: Any) -> Any:
     """The state hash's finaliser, on uint64."""
     x = (x ^ (x >> np.uint64(30))) * _A
@@ -115,7 +100,7 @@ def mix64(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-@_compiled
+@compiled
 def hash_scan(bits: Any, start: Any, width: Any) -> Any:
     total = np.uint64(0)
     for i in range(bits.size):
@@ -123,7 +108,7 @@ def hash_scan(bits: Any, start: Any, width: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def hash_gather(index: Any, bits: Any, start: Any, width: Any) -> Any:
     total = np.uint64(0)
     for k in range(index.size):
@@ -131,7 +116,7 @@ def hash_gather(index: Any, bits: Any, start: Any, width: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def hash_delta(index: Any, old: Any, new: Any, start: Any, width: Any) -> Any:
     total = np.uint64(0)
     for k in range(index.size):
@@ -143,24 +128,24 @@ def hash_delta(index: Any, old: Any, new: Any, start: Any, width: Any) -> Any:
 # --- value code -------------------------------------------------------------------------------------------
 
 
-@_inlined
+@inlined
 def key(u: Any, sign: Any, mask: Any) -> Any:
     """Total-order key of the bits ``u`` (signed integer in and out)."""
     return u ^ (sign | (-np.int64((u & sign) != 0) & mask))
 
 
-@_inlined
+@inlined
 def unkey(k: Any, sign: Any, mask: Any) -> Any:
     return k ^ (sign | (-np.int64((k & sign) == 0) & mask))
 
 
-@_compiled
+@compiled
 def differences(old: Any, new: Any, out: Any, sign: Any, mask: Any) -> None:
     for k in range(old.size):
         out[k] = (key(np.int64(new[k]), sign, mask) - key(np.int64(old[k]), sign, mask)) & mask
 
 
-@_compiled
+@compiled
 def add_differences(old: Any, d: Any, out: Any, sign: Any, mask: Any) -> None:
     for k in range(old.size):
         out[k] = unkey((key(np.int64(old[k]), sign, mask) + np.int64(d[k])) & mask, sign, mask)
@@ -169,7 +154,7 @@ def add_differences(old: Any, d: Any, out: Any, sign: Any, mask: Any) -> None:
 # --- bits, least significant first: written to uint64 words, read from bytes (on little-endian machines) ---
 
 
-@_compiled
+@compiled
 def _put_lows(words: Any, at: Any, values: Any, count: Any, width: Any) -> Any:
     """Write the low ``width`` bits (0..32) of ``count`` values from bit ``at``; returns the bit after them."""
     if width == 0:
@@ -189,7 +174,7 @@ def _put_lows(words: Any, at: Any, values: Any, count: Any, width: Any) -> Any:
     return (word << 6) + fill
 
 
-@_compiled
+@compiled
 def _put_highs(words: Any, at: Any, values: Any, count: Any, width: Any) -> Any:
     """Write ``value >> width`` zeros and a one for each value; the words are zero."""
     word = at >> 6
@@ -205,7 +190,7 @@ def _put_highs(words: Any, at: Any, values: Any, count: Any, width: Any) -> Any:
     return at
 
 
-@_compiled
+@compiled
 def _put_signs(words: Any, at: Any, d: Any, count: Any, sign: Any) -> Any:
     """Write whether each of ``count`` differences is negative; the words are zero."""
     word, fill = at >> 6, at & 63
@@ -220,13 +205,13 @@ def _put_signs(words: Any, at: Any, d: Any, count: Any, sign: Any) -> Any:
     return at + count
 
 
-@_inlined
+@inlined
 def _peek(data: Any, at: Any) -> Any:
     """At least 57 bits from bit ``at``; ``data`` has eight bytes more than its bits need."""
     return _load64(data, at >> 3) >> np.uint64(at & 7)
 
 
-@_compiled
+@compiled
 def _find_highs(data: Any, at: Any, end: Any, count: Any, ends: Any) -> Any:
     """Inverse of :func:`_put_highs`: where the first ``count`` ones from bit ``at`` are, from 0.
 
@@ -246,7 +231,7 @@ def _find_highs(data: Any, at: Any, end: Any, count: Any, ends: Any) -> Any:
     return after if after <= end else -1
 
 
-@_inlined
+@inlined
 def rice_width(num_places: Any, num_taken: Any) -> Any:
     """Low bits per gap between ``num_taken`` of ``num_places``; see :func:`rose.weights.codec.rice_width`."""
     width = 0
@@ -258,7 +243,7 @@ def rice_width(num_places: Any, num_taken: Any) -> Any:
 # --- encode -----------------------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def changed_positions(old: Any, new: Any, begin: Any, end: Any, positions: Any) -> Any:
     """Write the positions in [begin, end) that differ, relative to ``begin``; returns how many.
 
@@ -283,7 +268,7 @@ def changed_positions(old: Any, new: Any, begin: Any, end: Any, positions: Any) 
     return found
 
 
-@_compiled
+@compiled
 def pack_segment(
     words: Any, at: Any, length: Any, positions: Any, found: Any, d: Any, sign: Any, mask: Any,
     gaps: Any, sizes: Any, big: Any,
@@ -355,7 +340,7 @@ def pack_segment(
     return at, num_big
 
 
-@_inlined
+@inlined
 def _log2(value: Any) -> Any:
     """Floor, of an int64 from 1 to 2**31; found by counting because most values are 1."""
     found = 0
@@ -365,7 +350,7 @@ def _log2(value: Any) -> Any:
     return found
 
 
-@_compiled
+@compiled
 def encode(
     old: Any, new: Any, start: Any, width: Any, sign: Any, mask: Any, limit: Any,
     directory: Any, words: Any, positions: Any, before: Any, after: Any, d: Any,
@@ -403,7 +388,7 @@ def encode(
 # --- decode -----------------------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def check_directory(n: Any, directory: Any) -> tuple[Any, Any]:
     """(changes, bits) of all segments; changes are -1 when a count is larger than what it counts in."""
     changes, bits = 0, 0
@@ -418,7 +403,7 @@ def check_directory(n: Any, directory: Any) -> tuple[Any, Any]:
     return changes, bits
 
 
-@_compiled
+@compiled
 def decode(n: Any, sign: Any, mask: Any, directory: Any, data: Any, idx: Any, d_out: Any, ends: Any) -> Any:
     """Fill idx and d; returns 0, or the negative reason of a refusal.
 
@@ -472,7 +457,7 @@ def decode(n: Any, sign: Any, mask: Any, directory: Any, data: Any, idx: Any, d_
     return 0
 
 
-@_compiled
+@compiled
 def _decode_big(
     data: Any,
     at: Any,
@@ -527,63 +512,10 @@ def _decode_big(
     return at
 
 
-# --- places -----------------------------------------------------------------------------------------------
-
-
-@_compiled
-def increases(index: Any) -> Any:
-    """Is each of ``index`` larger than the one before it?"""
-    wrong = 0
-    for k in range(1, index.size):
-        wrong += index[k] <= index[k - 1]
-    return wrong == 0
-
-
-@_compiled
-def locate(index: Any, shape: Any, src: Any, dst: Any, start: Any, positions: Any, places: Any) -> Any:
-    """Which of ``index`` (less ``start`` at least 0) lie in a box, and where: ``positions`` in ``index``, and ``places``.  Both
-    have room for all; returns how many there are, -1 where ``index`` does not increase.
-
-    The box has an element at ``c . src`` for each ``c`` below ``shape``, whose place is ``c . dst``; strides fall, and each spans the axes
-    behind it.  Neighbours share all coordinates but the last, so there is one division for each stretch of those.
-    """
-    last = shape.size - 1
-    step, room = src[last], shape[last]
-    begin, end, base = np.int64(0), np.int64(-1), np.int64(0)
-    inside = False
-    found = 0
-    before = np.int64(-1)
-    for k in range(index.size):
-        rest = np.int64(index[k]) - start
-        if rest <= before:
-            return -1
-        before = rest
-        if rest >= end:
-            inside, base, begin, end = True, np.int64(0), np.int64(0), np.int64(1) << 62
-            for axis in range(last):
-                coordinate = (rest - begin) // src[axis]
-                begin += coordinate * src[axis]
-                base += coordinate * dst[axis]
-                inside &= coordinate < shape[axis]
-                end = min(end, begin + src[axis])  # a last row may end before its stride does
-        if inside:
-            coordinate = rest - begin
-            if step != 1:
-                whole = coordinate // step
-                if whole * step != coordinate:
-                    continue
-                coordinate = whole
-            if coordinate < room:
-                positions[found] = k
-                places[found] = base + coordinate * dst[last]
-                found += 1
-    return found
-
-
 # --- apply ------------------------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def stage(
     bits: Any, idx: Any, d: Any, start: Any, width: Any, sign: Any, mask: Any, old_out: Any, new_out: Any
 ) -> Any:
@@ -597,36 +529,3 @@ def stage(
         add_differences(old, d[first:last], new, sign, mask)
         dh += hash_delta(index, old, new, start, width)
     return dh
-
-
-@_compiled
-def scatter(bits: Any, idx: Any, values: Any) -> None:
-    for k in range(idx.size):
-        bits[idx[k]] = values[k]
-
-
-@_compiled
-def put(bits: Any, idx: Any, values: Any) -> Any:
-    """:func:`scatter`, and whether ``bits[idx]`` are ``values`` then.
-
-    Each piece is read back while its lines are near: a second pass over everything would double the time.
-    """
-    differs = np.int64(0)
-    for first in range(0, idx.size, 1024):
-        last = min(first + 1024, idx.size)
-        for k in range(first, last):
-            bits[idx[k]] = values[k]
-        for k in range(first, last):
-            differs |= np.int64(bits[idx[k]] ^ values[k])
-    return differs == 0
-
-
-@_compiled
-def round_bf16(wide: Any, out: Any) -> None:
-    """fp32 bits to bf16 bits, to nearest, ties to even."""
-    for i in range(wide.size):
-        u = wide[i]
-        if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            out[i] = np.uint16(0x7FC0)  # as torch: rounding a NaN's payload could make it an infinity
-        else:
-            out[i] = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

@@ -29,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.errors import ConfigError, WeightsError
-from rose.weights import boxes, kernels
+from rose.weights import boxes
 from rose.weights.boxes import Box
+from rose.weights.jit import compiled
 from rose.weights.spec import DTYPE_BYTES, TensorSpec
 from rose.weights.statehash import Bits, readonly
 
@@ -388,5 +389,16 @@ def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """bf16 bits of fp32 values, to nearest, ties to even."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     out = np.empty(flat.size, np.uint16)
-    kernels.round_bf16(readonly(flat.view(np.uint32)), out)
+    _round_bf16(readonly(flat.view(np.uint32)), out)
     return out
+
+
+@compiled
+def _round_bf16(wide: Any, out: Any) -> None:
+    """fp32 bits to bf16 bits, to nearest, ties to even."""
+    for i in range(wide.size):
+        u = wide[i]
+        if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            out[i] = np.uint16(0x7FC0)  # as torch: rounding a NaN's payload could make it an infinity
+        else:
+            out[i] = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

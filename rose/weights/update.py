@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from rose.errors import RoseError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import kernels, statehash
+from rose.weights import indexed, statehash
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
 
 SCHEMA = 1
@@ -391,5 +391,5 @@ def _check(tensor: TensorUpdate, base: WeightVersion | None, *, indices: bool = 
         raise refuse(f"values are {val.dtype}{val.shape}, need {spec.bits_dtype}{idx.shape}")
     if idx.size == 0:
         raise refuse("a sparse change of nothing; leave the tensor out")
-    if indices and (int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not kernels.increases(idx)):
+    if indices and (int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not indexed.increases(idx)):
         raise refuse(f"indices must increase strictly within 0..{spec.num_elements - 1}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose.weights import codec, kernels, statehash
+from rose.weights import codec, indexed, statehash
 from rose.weights.source import round_to_bf16
 
 
@@ -24,7 +24,7 @@ def warm_up() -> None:
         codec.apply(old, delta)
         codec.difference(old, new)
         index = np.arange(100, dtype=np.int64)  # an engine's memory
-        assert kernels.put(old, index, new)
+        assert indexed.put(old, index, new)
     for dtype in ("u1", "u2", "u4"):
         bits = np.zeros(100, dtype)
         statehash.hash_bits(bits)
@@ -32,8 +32,8 @@ def warm_up() -> None:
             statehash.hash_at(index, bits)
             statehash.delta_hash(index, bits, bits)
             axes, room = np.ones(2, np.int64), np.empty(100, np.int64)
-            assert kernels.increases(index)
-            assert kernels.locate(index, axes, axes, axes, 0, room, room) == 1
+            assert indexed.increases(index)
+            assert indexed.locate(index, axes, axes, axes, 0, room, room) == 1
     round_to_bf16(np.zeros(4, np.float32))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.errors import WeightsError
-from rose.weights import codec, kernels, statehash
+from rose.weights import codec, indexed, statehash
 from rose.weights.codec import Delta
 from rose.weights.kernels import SEGMENT
 from tests.weights import planes_reference as reference
@@ -268,7 +268,7 @@ def test_put_writes_every_value_and_says_that_memory_holds_them(size: int) -> No
     bits = np.zeros(20_000, np.uint16)
     index = np.arange(size, dtype=np.int64) * 3 + 1
     values = np.arange(1, size + 1, dtype=np.uint16)
-    assert kernels.put(bits, index, values)
+    assert indexed.put(bits, index, values)
     assert np.array_equal(bits[index], values)
     assert int(bits.sum()) == int(values.astype(np.int64).sum())  # and nothing else
 
@@ -279,4 +279,4 @@ def test_put_reads_back_what_memory_holds(at: int) -> None:
     index = np.arange(3000, dtype=np.int64)
     values = np.full(3000, 7, np.uint16)
     index[at], values[at] = index[at - 1], 8
-    assert not kernels.put(np.zeros(3000, np.uint16), index, values)
+    assert not indexed.put(np.zeros(3000, np.uint16), index, values)
