@@ -39,7 +39,7 @@ from benchmarks.weight_transfer import weights_data as data
 from benchmarks.weight_transfer.weights_nodes import RUN, Marks, Node, Run
 from benchmarks.weight_transfer.weights_parts import large_pairs
 from rose.shared_memory import SharedMemorySweep
-from rose.weights import retention
+from rose.weights import stored_manifests
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
@@ -140,7 +140,7 @@ class World:
             ]
 
     def _transfer_alone(self, report: PublishReport) -> float:
-        record = retention.read_manifest(self._run.store, RUN, report.version, report.kind)
+        record = stored_manifests.read(self._run.store, RUN, report.version, report.kind)
         store = HttpStore(self._far, self._run.relay.tokens.relay)
         with ThreadPoolExecutor(PULLS) as pulls:
             list(pulls.map(lambda each: store.stat(each.key), record.objects))  # connections are open

@@ -33,7 +33,7 @@ from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
 from rose.lineage import WeightVersion
 from rose.signatures import SigningKey
 from rose.train.batch import TrainingSequence
-from rose.weights import retention
+from rose.weights import stored_manifests
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
@@ -304,7 +304,7 @@ class Run:
 
     def sections(self, report: PublishReport) -> Counter[str]:
         """How the sections of a version travelled, by its manifest on the relay."""
-        record = retention.read_manifest(self.store, RUN, report.version, report.kind)
+        record = stored_manifests.read(self.store, RUN, report.version, report.kind)
         return Counter(section.encoding for section in record.sections)
 
 

@@ -17,7 +17,7 @@ from rose.errors import ConfigError, NotAuthentic, NotFound, RoseError, SectionC
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.units import format_bytes
-from rose.weights import composer, manifest, retention, sealed, upkeep
+from rose.weights import composer, manifest, retention, sealed, stored_manifests, upkeep
 from rose.weights.file_store import FileStore
 from rose.weights.manifest import Head, Kind, Manifest
 from rose.weights.params import WeightsParams
@@ -320,7 +320,7 @@ def compose(
         head = _head_for(store, run_id, at, _WAIT_S if follow else 0.0)
         if head is not None:
             at = head.identity
-            record = retention.read_manifest(store, run_id, at, head.kind)
+            record = stored_manifests.read(store, run_id, at, head.kind)
             # The trainer's next delta names what was composed; until then that counts here.
             anchored = max(WeightVersion(*record.anchor), anchored or _newest_anchor(store, run_id, at))
             num_since = at.version - anchored.version if anchored.attempt == at.attempt else at.version
@@ -434,7 +434,7 @@ def _manifests(
     kinds: tuple[Kind, ...] = ("delta", "anchor")
     for kind in kinds:
         try:
-            found.append(retention.read_manifest(store, run_id, identity, kind))
+            found.append(stored_manifests.read(store, run_id, identity, kind))
         except NotFound:
             continue
         except SectionCorrupt as error:

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from rose.errors import Conflict, NotAuthentic, NotFound, RequestError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import boxes, codec, manifest, retention, sealed, statehash
+from rose.weights import boxes, codec, manifest, sealed, statehash, stored_manifests
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import ManifestSection, ObjectRef, TensorState
 from rose.weights.params import WeightsParams
@@ -60,10 +60,8 @@ def compose(
         After any of these the store holds nothing of the new anchor, if it can still be reached.
     """
     try:
-        newest = retention.read_manifest(store, run_id, target, "delta")
-        steps = route(
-            None, newest, lambda version, kind: retention.read_manifest(store, run_id, version, kind)
-        )
+        newest = stored_manifests.read(store, run_id, target, "delta")
+        steps = route(None, newest, lambda version, kind: stored_manifests.read(store, run_id, version, kind))
     except NotFound as error:
         raise WeightsError(f"the chain of {target} is not whole: {error}", field=run_id) from error
     sources = [_Source(store, step) for step in steps]
@@ -99,7 +97,7 @@ def _put(store: ObjectStore, key: str, record: manifest.Manifest) -> None:
         store.put_new(key, data)
     except Conflict:
         try:
-            retention.read_manifest(store, record.run_id, record.identity, "anchor")
+            stored_manifests.read(store, record.run_id, record.identity, "anchor")
         except SectionCorrupt as error:
             if not sealed.remove_forged(store, key, error):
                 raise

@@ -35,9 +35,20 @@ from typing import Any, TypeVar
 
 from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import ending, layout, manifest, replicas, retention, sealed, settings, standing, statehash
+from rose.weights import (
+    ending,
+    layout,
+    manifest,
+    replicas,
+    sealed,
+    settings,
+    standing,
+    statehash,
+    stored_manifests,
+)
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
+from rose.weights.chain import Chain, chain_of
 from rose.weights.layout import HeldBoxes
 from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef
 from rose.weights.params import WeightsParams, given
@@ -56,11 +67,10 @@ from rose.weights.rounds import (
     added,
     manifest_of,
 )  # fmt: skip
-from rose.weights.routes import route
 from rose.weights.source import TensorBox, collect
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.store import ObjectStore
-from rose.weights.upkeep import Chain, News, Upkeep
+from rose.weights.upkeep import News, Upkeep
 
 __all__ = ["PublishReport", "WeightPublisher", "WeightsParams"]
 
@@ -465,7 +475,7 @@ class WeightPublisher:
             lr=lr,
             step=step,
         )
-        reference = self._put_manifest(record)
+        reference = stored_manifests.write(self._store, record)
         head = Head(
             schema=manifest.SCHEMA,
             run_id=self._run_id,
@@ -482,32 +492,6 @@ class WeightPublisher:
             num_elements=record.num_elements,
             state=record.state(),
         )
-
-    def _put_manifest(self, record: Manifest) -> ObjectRef:
-        """Write the manifest once; what an earlier try wrote counts if it means the same."""
-        for kind in ("delta", "anchor"):
-            self._check_same(record, kind)
-        key = manifest.manifest_key(self._run_id, record.identity, record.kind)
-        data = sealed.stored_manifest(self._store, record)
-        try:
-            self._store.put_new(key, data)
-        except Conflict:
-            self._check_same(record, record.kind)
-            data = self._store.get(key, max_bytes=manifest.MAX_STORED_BYTES)
-        return sealed.reference_of(self._store, key, data)
-
-    def _check_same(self, record: Manifest, kind: Kind) -> None:
-        try:
-            existing = retention.read_manifest(self._store, self._run_id, record.identity, kind)
-        except NotFound:
-            return
-        except SectionCorrupt as error:
-            if sealed.remove_forged(
-                self._store, manifest.manifest_key(self._run_id, record.identity, kind), error
-            ):
-                return
-            raise
-        standing.same_weights(existing, record)
 
     # -- point
 
@@ -563,7 +547,7 @@ class WeightPublisher:
             return State(state={name: statehash.to_hex(h) for name, h in self._baseline.state().items()})
 
         def compare(parts: Sequence[State]) -> Described:
-            record = retention.read_manifest(self._store, self._run_id, identity, head.kind)
+            record = stored_manifests.read(self._store, self._run_id, identity, head.kind)
             state = dict.fromkeys(self._specs, ZERO) | added([part.state for part in parts])
             if record.model != self._model or record.state() != state:
                 raise refuse()
@@ -601,19 +585,11 @@ class WeightPublisher:
 
     def _adopt_chain(self, record: Manifest) -> None:
         """Learn what leads to a head that another process published; a chain that is not whole ends here."""
-
-        def read(version: WeightVersion, kind: Kind) -> Manifest:
-            return retention.read_manifest(self._store, self._run_id, version, kind)
-
         try:
-            anchor, *steps = route(None, record, read)
+            self._chain = chain_of(self._store, self._run_id, record)
         except (NotFound, SectionCorrupt) as error:
             _log.warning("the chain of %s is not whole, the next version is: %s", record.identity, error)
             self._damaged = True
-            return
-        sizes = [step.bytes_sent + len(manifest.encode(step)) for step in (anchor, *steps)]
-        deltas = tuple((step.identity, nbytes) for step, nbytes in zip(steps, sizes[1:], strict=True))
-        self._chain = Chain(anchor=anchor.identity, deltas=deltas, bytes_anchor=sizes[0])
 
 
 def _say(version: WeightVersion, done: Future[PublishReport]) -> None:

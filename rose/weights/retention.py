@@ -18,8 +18,8 @@ from enum import IntEnum
 
 from rose.errors import NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
-from rose.weights import manifest
-from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest
+from rose.weights import manifest, stored_manifests
+from rose.weights.manifest import Head
 from rose.weights.store import ObjectStore
 
 
@@ -140,18 +140,7 @@ def anchor_of(store: ObjectStore, run_id: str, version: WeightVersion) -> Weight
     """The anchor from which a reader reaches ``version``; None when the version is not (or no longer) there."""
     for kind in ("delta", "anchor"):
         try:
-            return WeightVersion(*read_manifest(store, run_id, version, kind).anchor)
+            return WeightVersion(*stored_manifests.read(store, run_id, version, kind).anchor)
         except (NotFound, SectionCorrupt):
             continue
     return None
-
-
-def read_manifest(store: ObjectStore, run_id: str, version: WeightVersion, kind: Kind) -> Manifest:
-    """Fetch and check one manifest.
-
-    Raises:
-        NotFound: There is none of this kind.
-        SectionCorrupt: It contradicts itself, or is not signed where it has to be.
-    """
-    data = store.get(manifest.manifest_key(run_id, version, kind), max_bytes=MAX_STORED_BYTES)
-    return manifest.decode_manifest(data, run_id, version, kind)

@@ -51,7 +51,7 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.units import format_bytes
-from rose.weights import boxes, codec, manifest, retention, sealed, statehash
+from rose.weights import boxes, codec, manifest, sealed, statehash, stored_manifests
 from rose.weights.ahead import Ahead
 from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
@@ -314,7 +314,7 @@ class WeightSubscriber:
 
     def _route(self, held: WeightVersion | None, newest: Manifest) -> list[Manifest]:
         def read(version: WeightVersion, kind: Kind) -> Manifest:
-            return retention.read_manifest(self._store, self._run_id, version, kind)
+            return stored_manifests.read(self._store, self._run_id, version, kind)
 
         return route(held, newest, read, chain_fraction=self._params.chain_fraction)
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from rose.errors import CapacityError, NotFound, RoseError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import composer, manifest, retention
+from rose.weights import composer, manifest, retention, stored_manifests
+from rose.weights.chain import Chain
 from rose.weights.manifest import Kind
 from rose.weights.params import WeightsParams
 from rose.weights.retention import Need
@@ -35,47 +36,6 @@ _LEASE_S = 600.0
 FULL = 507
 _NO_LIMIT = 1 << 62
 _KINDS: tuple[Kind, Kind] = ("anchor", "delta")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
-    """What the head needs.
-
-    Args:
-        anchor: Where the chain starts.
-        deltas: Versions after it and their bytes, manifests included; the last is the head.
-        bytes_anchor: Of the anchor, its manifest included.
-    """
-
-    anchor: WeightVersion
-    deltas: tuple[tuple[WeightVersion, int], ...]
-    bytes_anchor: int
-
-    @property
-    def head(self) -> WeightVersion:
-        return self.deltas[-1][0] if self.deltas else self.anchor
-
-    @property
-    def bytes_deltas(self) -> int:
-        return sum(nbytes for _, nbytes in self.deltas)
-
-    @property
-    def nbytes(self) -> int:
-        return self.bytes_anchor + self.bytes_deltas
-
-    @property
-    def versions(self) -> frozenset[WeightVersion]:
-        return frozenset({self.anchor, *(version for version, _ in self.deltas)})
-
-    def from_anchor(self, anchor: WeightVersion) -> Chain:
-        """The same head reached from a newer anchor."""
-        deltas = tuple((version, nbytes) for version, nbytes in self.deltas if version > anchor)
-        return Chain(anchor=anchor, deltas=deltas, bytes_anchor=self.bytes_anchor)
-
-    def then(self, version: WeightVersion, nbytes: int) -> Chain:
-        return Chain(
-            anchor=self.anchor, deltas=(*self.deltas, (version, nbytes)), bytes_anchor=self.bytes_anchor
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,9 +172,7 @@ class Upkeep:
             if manifest.manifest_key(self._run_id, version, "anchor") not in keys:
                 continue
             try:
-                record, delta = (
-                    retention.read_manifest(self._store, self._run_id, version, k) for k in _KINDS
-                )
+                record, delta = (stored_manifests.read(self._store, self._run_id, version, k) for k in _KINDS)
             except (NotFound, SectionCorrupt) as error:
                 _log.warning("no anchor of %s: %s", version, error)
                 continue

@@ -16,7 +16,7 @@ from rose.errors import ConfigError, NotAuthentic, NotFound
 from rose.lineage import WeightVersion
 from rose.signatures import SigningKey
 from rose.testing.relay_thread import RelayThread
-from rose.weights import manifest, retention
+from rose.weights import manifest, stored_manifests
 from rose.weights.cli import app
 from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
@@ -163,7 +163,7 @@ def test_a_damaged_manifest_is_one_line_and_hides_no_other_version(published: Fi
 
 def test_diff_counts_what_changed_between_two_versions(published: FileStore) -> None:
     code, text = run("diff", "run", "1.0", "1.1", "--directory", published.directory)
-    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    record = stored_manifests.read(published, "run", WeightVersion(1, 1), "delta")
     counts = {t.name: 0 for t in record.tensors}
     for section in record.sections:
         counts[section.tensor] += section.num_changed
@@ -255,7 +255,7 @@ def test_a_diff_that_goes_backwards_says_how_it_is_meant(published: FileStore) -
 def test_a_version_that_is_not_the_head_yet_is_marked(published: FileStore) -> None:
     head = published.get_head("run")
     assert head is not None
-    record = retention.read_manifest(published, "run", head.identity, head.kind)
+    record = stored_manifests.read(published, "run", head.identity, head.kind)
     later = msgspec.structs.replace(record, version=4)
     published.put_new(manifest.manifest_key("run", later.identity, "delta"), manifest.encode_manifest(later))
     code, text = run("ls", "run", "--directory", published.directory)

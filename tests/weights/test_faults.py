@@ -30,7 +30,7 @@ import pytest
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
-from rose.weights import manifest, retention, spool
+from rose.weights import manifest, spool, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
@@ -258,7 +258,7 @@ def resend(store: FileStore, record: manifest.Manifest) -> None:
 
 
 def test_a_section_sent_twice_is_refused(published: FileStore, tmp_path: Path) -> None:
-    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    record = stored_manifests.read(published, "run", WeightVersion(1, 1), "delta")
     twice = (*record.sections, record.sections[0])
     resend(published, msgspec.structs.replace(record, sections=twice))
     reader = WeightSubscriber(published, "run", tmp_path / "reader")
@@ -272,7 +272,7 @@ def test_a_section_left_out_is_refused_and_taken_once_it_is_there(
     published: FileStore, tmp_path: Path
 ) -> None:
     reader = WeightSubscriber(published, "run", tmp_path / "reader")
-    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    record = stored_manifests.read(published, "run", WeightVersion(1, 1), "delta")
     resend(published, msgspec.structs.replace(record, sections=record.sections[1:]))
     with pytest.raises(SectionCorrupt, match="state hashes do not add up"):
         reader.poll(0)
@@ -286,7 +286,7 @@ def test_a_section_left_out_is_refused_and_taken_once_it_is_there(
 def test_sections_in_another_order_mean_the_same(published: FileStore, tmp_path: Path) -> None:
     first = WeightSubscriber(published, "run", tmp_path / "first")
     first.poll(0)
-    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    record = stored_manifests.read(published, "run", WeightVersion(1, 1), "delta")
     order = np.random.default_rng(1).permutation(len(record.sections))
     shuffled = tuple(record.sections[i] for i in order)
     resend(published, msgspec.structs.replace(record, sections=shuffled))
@@ -307,7 +307,7 @@ def test_sections_that_swap_their_places_are_caught_by_the_state_hash(tmp_path: 
     publisher.publish(0)
     weights["w"].bits[rng.permutation(2 * 65_536)[:2000]] += 1
     publisher.publish(1)
-    record = retention.read_manifest(store, "run", WeightVersion(1, 1), "delta")
+    record = stored_manifests.read(store, "run", WeightVersion(1, 1), "delta")
     first, second = record.sections
     swapped = (
         msgspec.structs.replace(second, start=first.start),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rose.lineage import WeightVersion
-from rose.weights import retention
+from rose.weights import stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 
@@ -47,7 +47,7 @@ def test_engines_get_what_the_ranks_hold_together(case: str, folder: Path, tmp_p
     store = FileStore(folder / "store", durable=False)
     for version in range(VERSIONS):
         identity = WeightVersion(1, version)
-        record = retention.read_manifest(store, case, identity, "delta" if version else "anchor")
+        record = stored_manifests.read(store, case, identity, "delta" if version else "anchor")
         expected = load_file(folder / f"{case}-{version}.safetensors")
         assert record.state().keys() == expected.keys()
         for name, tensor in expected.items():
@@ -74,7 +74,7 @@ def test_no_rank_publishes_more_than_its_shard(case: str, folder: Path) -> None:
 
 def test_a_matrix_cut_both_ways_is_listed_in_boxes(folder: Path) -> None:
     store = FileStore(folder / "store", durable=False)
-    record = retention.read_manifest(store, "fsdp-2-tp-2", WeightVersion(1, 0), "anchor")
+    record = stored_manifests.read(store, "fsdp-2-tp-2", WeightVersion(1, 0), "anchor")
     sections = record.sections_by_tensor()["down.weight"]  # [16, 24] by columns, then by rows
     assert [(s.start, s.num_elements, s.run, s.stride) for s in sections] == [
         (0, 96, 12, 24),

@@ -28,7 +28,7 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
-from rose.weights import composer, manifest, retention
+from rose.weights import composer, manifest, stored_manifests
 from rose.weights.cli import app as weights_app
 from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
@@ -139,7 +139,7 @@ def test_signed_versions_arrive(honest: World) -> None:
     assert reader.poll(5) == V("1.2")
     assert same(copy_of(reader), honest.trainer.bits())
     assert all(
-        each.blake3 for each in retention.read_manifest(honest.store(), "run", V("1.1"), "delta").objects
+        each.blake3 for each in stored_manifests.read(honest.store(), "run", V("1.1"), "delta").objects
     )
 
 
@@ -475,12 +475,12 @@ def test_an_anchor_that_a_delegate_composed_is_read(tmp_path: Path) -> None:
     record = composer.compose(elsewhere, "run", V("1.3"), PARAMS)
     assert record.kind == "anchor"
     reading = SealedStore(plain, trusted=PublicKeys.parse(key.public))
-    assert retention.read_manifest(reading, "run", V("1.3"), "anchor") == record
+    assert stored_manifests.read(reading, "run", V("1.3"), "anchor") == record
     with pytest.raises(ConfigError, match="anchors only"):
         WeightPublisher(trainer.tensors, elsewhere, "run", 2, PARAMS).publish(0)
     stranger = SealedStore(plain, trusted=PublicKeys.parse(SigningKey.generate().public))
     with pytest.raises(NotAuthentic, match="not pinned"):
-        retention.read_manifest(stranger, "run", V("1.3"), "anchor")
+        stored_manifests.read(stranger, "run", V("1.3"), "anchor")
 
 
 def test_a_trainer_takes_the_anchors_that_rose_weights_compose_makes(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_trainer_takes_the_anchors_that_rose_weights_compose_makes(tmp_path: P
     publish(publisher, trainer, 5)
 
     reading = SealedStore(FileStore(folder), trusted=PublicKeys.parse(key.public))
-    assert retention.read_manifest(reading, "run", V("1.5"), "delta").anchor == (1, 3)
+    assert stored_manifests.read(reading, "run", V("1.5"), "delta").anchor == (1, 3)
     reader = WeightSubscriber(reading, "run", tmp_path / "reader")
     assert reader.poll(0) == V("1.5")
     assert same(copy_of(reader), trainer.bits())
@@ -522,7 +522,7 @@ def test_a_composer_signs_nothing_made_of_what_nobody_signed(source: str, tmp_pa
     store = SealedStore(plain, key=key)
     published(store, trainer, 3)
     kind = "anchor" if source == "1.0" else "delta"
-    record = retention.read_manifest(store, "run", V(source), kind)
+    record = stored_manifests.read(store, "run", V(source), kind)
     lied = msgspec.structs.replace(
         record, objects=tuple(msgspec.structs.replace(each, blake3="0" * 64) for each in record.objects)
     )
@@ -546,7 +546,7 @@ def test_a_manifest_that_binds_no_digest_is_refused(tmp_path: Path) -> None:
     store = SealedStore(plain, key=key)
     published(store, trainer, 1)
     name = manifest.manifest_key("run", V("1.0"), "anchor")
-    record = retention.read_manifest(store, "run", V("1.0"), "anchor")
+    record = stored_manifests.read(store, "run", V("1.0"), "anchor")
     bare = msgspec.structs.replace(
         record, objects=tuple(msgspec.structs.replace(each, blake3=None) for each in record.objects)
     )

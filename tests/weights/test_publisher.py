@@ -17,7 +17,7 @@ import torch
 from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.proc import free_port
-from rose.weights import retention, statehash
+from rose.weights import retention, statehash, stored_manifests
 from rose.weights.buckets import Buckets
 from rose.weights.file_store import FileStore
 from rose.weights.manifest import Head
@@ -143,7 +143,7 @@ def test_a_dense_tensor_goes_raw_in_a_sparse_delta(
     trainer.masters["model.layers.0.input_layernorm.weight"] *= -1
     trainer.step()
     assert publisher.publish(1).kind == "delta"
-    record = retention.read_manifest(store, "run", V("1.1"), "delta")
+    record = stored_manifests.read(store, "run", V("1.1"), "delta")
     encodings = {section.tensor: section.encoding for section in record.sections}
     assert encodings["model.layers.0.input_layernorm.weight"] == "raw"
     assert encodings["model.embed_tokens.weight"] == "planes"
@@ -165,12 +165,12 @@ def test_an_anchor_comes_besides_the_delta_every_n_versions(trainer: ToyTrainer,
     assert [report.bytes_anchor > 0 for report in reports] == [n in (4, 7) for n in range(8)]
     found = [key.removeprefix("run/") for key in store.list("run/") if key.endswith("anchor.json")]
     assert found == ["1.0/anchor.json", "1.3/anchor.json", "1.6/anchor.json"]
-    assert retention.read_manifest(store, "run", V("1.5"), "delta").anchor == (1, 3)
+    assert stored_manifests.read(store, "run", V("1.5"), "delta").anchor == (1, 3)
 
 
 def test_objects_stay_near_the_bucket_size(publisher: WeightPublisher, store: FlakyStore) -> None:
     publisher.publish(0)
-    record = retention.read_manifest(store, "run", V("1.0"), "anchor")
+    record = stored_manifests.read(store, "run", V("1.0"), "anchor")
     assert len(record.objects) > 3
     largest_section = max(section.nbytes for section in record.sections)
     assert all(reference.nbytes <= SMALL.bucket_bytes + largest_section for reference in record.objects)

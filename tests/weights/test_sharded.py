@@ -13,7 +13,7 @@ import pytest
 from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
-from rose.weights import replicas, retention
+from rose.weights import replicas, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.layout import assign, claims_of
 from rose.weights.params import WeightsParams
@@ -105,7 +105,7 @@ def test_rank_0_alone_has_the_key_and_every_ranks_objects_are_bound(
         bits = copy_of(reader)
         assert all(np.array_equal(bits[name], expected) for name, expected in bits_of(weights).items())
         weights = moved(weights, version)
-    record = retention.read_manifest(reading, "run", WeightVersion(1, 0), "anchor")
+    record = stored_manifests.read(reading, "run", WeightVersion(1, 0), "anchor")
     assert {Path(each.key).name[:4] for each in record.objects if each.blake3} == {"0000", "0001", "0002"}
     reader.close()
 
@@ -161,7 +161,7 @@ def test_a_shard_costs_what_the_whole_costs() -> None:
 
 def test_manifests_name_the_boxes(store: FlakyStore) -> None:
     Trainer(LAYOUTS["tp-2"], store, 1, PARAMS).publish(make_weights(), 0)
-    record = retention.read_manifest(store, "run", WeightVersion(1, 0), "anchor")
+    record = stored_manifests.read(store, "run", WeightVersion(1, 0), "anchor")
     sections = record.sections_by_tensor()
     assert [(s.start, s.num_elements, s.run, s.stride) for s in sections["out"]] == [
         (0, 768, 16, 32),
@@ -287,7 +287,7 @@ def test_an_anchor_of_all_ranks_pieces_is_composed_beside_them(store: FlakyStore
         late.close()
         weights = moved(weights, version)
     assert report.bytes_anchor == report.bytes_dense
-    assert retention.read_manifest(store, "run", report.version, "delta").anchor == (1, 2)
+    assert stored_manifests.read(store, "run", report.version, "delta").anchor == (1, 2)
 
 
 def test_memory_of_one_rank_that_fails_makes_the_version_whole(

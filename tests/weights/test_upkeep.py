@@ -12,7 +12,7 @@ import pytest
 
 from rose.errors import CapacityError, RoseError, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import composer, manifest, retention
+from rose.weights import composer, manifest, retention, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
@@ -89,14 +89,14 @@ def test_a_composed_anchor_is_the_state_of_its_version_bit_by_bit(
 ) -> None:
     publisher = WeightPublisher(trainer.tensors, store, "run", 1, KEEP)
     publish(publisher, trainer, range(4))
-    record = retention.read_manifest(store, "run", V("1.3"), "anchor")
-    assert record.state() == retention.read_manifest(store, "run", V("1.3"), "delta").state()
+    record = stored_manifests.read(store, "run", V("1.3"), "anchor")
+    assert record.state() == stored_manifests.read(store, "run", V("1.3"), "delta").state()
     assert record.bytes_sent == record.bytes_dense == sum(bits.nbytes for bits in trainer.bits().values())
     for version in ("1.0", "1.1", "1.2"):  # nothing but the new anchor is left
         for key in store.list(f"run/{version}/"):
             store.delete(key)
     publish(publisher, trainer, range(4, 5))
-    assert retention.read_manifest(store, "run", V("1.4"), "delta").anchor == (1, 3)
+    assert stored_manifests.read(store, "run", V("1.4"), "delta").anchor == (1, 3)
     assert joins(trainer)
 
 
@@ -112,10 +112,10 @@ def test_an_anchor_of_raw_pieces_columns_and_many_ranks_is_composed_alike(
         group.publish(weights, version)
         assert group.publishers[0].settle(30)
         weights = {"a": weights["a"] + (torch.rand(33, 8, generator=generator) < 0.1), "n": -weights["n"]}
-    anchor = retention.read_manifest(store, "run", V("1.3"), "anchor")
-    first = retention.read_manifest(store, "run", V("1.0"), "anchor")
+    anchor = stored_manifests.read(store, "run", V("1.3"), "anchor")
+    first = stored_manifests.read(store, "run", V("1.0"), "anchor")
     assert [s.box for s in anchor.sections] == [s.box for s in first.sections]
-    assert anchor.state() == retention.read_manifest(store, "run", V("1.3"), "delta").state()
+    assert anchor.state() == stored_manifests.read(store, "run", V("1.3"), "delta").state()
 
 
 def test_publishing_never_waits_for_an_anchor(
@@ -144,7 +144,7 @@ def test_publishing_never_waits_for_an_anchor(
     assert publisher.settle(30)
     trainer.step()
     assert publisher.publish(8).bytes_anchor > 0
-    assert retention.read_manifest(store, "run", V("1.8"), "delta").anchor in {(1, 3), (1, 7)}
+    assert stored_manifests.read(store, "run", V("1.8"), "delta").anchor in {(1, 3), (1, 7)}
     assert joins(trainer)
     publisher.close()
 
@@ -189,7 +189,7 @@ def test_an_anchor_that_fails_leaves_nothing_and_is_tried_again(
     assert not [key for key in store.list("run/") if is_part(key) or key.endswith("1.3/anchor.json")]
     store.before_put = lambda key: None
     publish(publisher, trainer, range(4, 5))
-    assert retention.read_manifest(store, "run", V("1.4"), "anchor").bytes_sent
+    assert stored_manifests.read(store, "run", V("1.4"), "anchor").bytes_sent
     assert joins(trainer)
 
 
@@ -214,7 +214,7 @@ def test_a_chain_that_is_damaged_in_the_store_is_no_anchor_and_the_next_version_
     assert "run/1.3/anchor.json" not in store.list("run/")
     assert not [key for key in store.list("run/") if is_part(key)]
     publish(publisher, trainer, range(4, 5))
-    assert retention.read_manifest(store, "run", V("1.4"), "anchor").base is None
+    assert stored_manifests.read(store, "run", V("1.4"), "anchor").base is None
     assert joins(trainer)
 
 

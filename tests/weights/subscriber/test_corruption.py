@@ -13,7 +13,7 @@ import pytest
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
-from rose.weights import codec, manifest, retention
+from rose.weights import codec, manifest, stored_manifests
 from rose.weights.manifest import Manifest, ManifestSection, ObjectRef
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
@@ -26,7 +26,7 @@ from tests.weights.toy import ToyTrainer
 
 
 def sections_of(store: MemoryStore, version: str) -> Manifest:
-    return retention.read_manifest(store, "run", V(version), "delta")
+    return stored_manifests.read(store, "run", V(version), "delta")
 
 
 def test_corruption_in_any_section_changes_nothing_and_heals(
@@ -285,7 +285,7 @@ def test_what_was_pulled_of_a_version_now_passed_over_makes_room_first(
         return data
 
     publisher.publish(2)
-    retention.read_manifest(store, "run", V("1.0"), "anchor")
+    stored_manifests.read(store, "run", V("1.0"), "anchor")
     other = WeightPublisher(trainer.tensors, store, "run", 2, PARAMS)
     other.publish(0)  # whoever follows now goes to 2.0 and nowhere else
     store.twist = look
