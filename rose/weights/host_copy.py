@@ -25,6 +25,7 @@ import numpy as np
 
 from rose.errors import CapacityError, ConfigError, RequestError, WeightsError
 from rose.lineage import WeightVersion
+from rose.units import format_bytes
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.statehash import Bits
@@ -102,6 +103,17 @@ class HostCopy:
                 "was deleted while this process kept the copy in it",
                 field=str(self.directory),
                 fix="open the copy anew: start the process again, or POST /init_weight_transfer_engine to a stock server",
+            )
+
+    def require_room(self, num_bytes: int) -> None:
+        """Before the first byte is written: a full disk is also other programs' trouble, a full tmpfs is the machine's memory."""
+        free_bytes = shutil.disk_usage(self.directory).free
+        if num_bytes > free_bytes:
+            raise CapacityError(
+                f"{self.directory} has {format_bytes(free_bytes)} left, the next version needs {format_bytes(num_bytes)}; "
+                "name a directory on a larger disk: 2.2 times the model, and once more for each update that takes it whole",
+                status=507,
+                field="weights.directory",
             )
 
     def bits(self, name: str) -> Bits:

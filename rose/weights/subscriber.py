@@ -4,7 +4,7 @@ Main path: :meth:`WeightSubscriber.poll` waits for a newer head, walks to it (a 
 :mod:`rose.weights.routes`), and for every version on the way: pull its objects, check their checksums, decode, check
 that every state hash comes out as the manifest says, and only then change the host copy
 (:mod:`rose.weights.host_copy`).  :meth:`WeightSubscriber.fetch` then writes the *update file*
-(:mod:`rose.weights.update`) that leads an engine from its version to the copy's.
+(:mod:`rose.weights.update_files`) that leads an engine from its version to the copy's.
 
 What it guarantees:
 
@@ -17,9 +17,6 @@ What it guarantees:
 * Objects of a version that is being published are pulled ahead of its head, where the store tells of them (:mod:`rose.weights.ahead`).
 * A new attempt leads to its own anchor; a delta is applied only to its base.
 
-Deltas of the last few versions stay in ``spool/``, so that an engine some versions behind gets one merged sparse
-step; an engine that is further behind, or on an unknown version, gets all tensors.
-
 Blocking; any thread may call.  Until the version that a poll pulls is whole, :meth:`WeightSubscriber.fetch` goes on with the one at hand.
 """
 
@@ -30,14 +27,13 @@ import mmap
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rose.errors import (
     CapacityError,
@@ -50,7 +46,6 @@ from rose.errors import (
     WrongBase,
 )
 from rose.lineage import WeightVersion
-from rose.units import format_bytes
 from rose.weights import boxes, codec, manifest, sealed, statehash, stored_manifests
 from rose.weights.ahead import Ahead
 from rose.weights.freshness import Freshness
@@ -63,7 +58,7 @@ from rose.weights.spec import TensorSpec, differences
 from rose.weights.spool import Spool
 from rose.weights.statehash import Bits
 from rose.weights.store import ObjectStore
-from rose.weights.update import TensorUpdate, Update, write_update
+from rose.weights.update_files import Staged, UpdateFiles
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,23 +68,6 @@ MOST_PULLS = 8
 """Objects at once: what one connection does not fill, a few do."""
 
 _LEASE_S = 600.0
-_KEPT_UPDATES, _MAX_KEPT_STEPS = 4, 64
-_DECODED_FRACTION = 0.15
-"""Of the model's bytes, kept of the newest step as decoded, for the engine that is one version behind: most are."""
-
-
-@dataclass(slots=True)
-class _Staged:
-    """A section ready to be written: values are final, nothing has changed yet."""
-
-    section: ManifestSection
-    values: NDArray[Any]
-    idx: NDArray[np.uint32] | None
-    """Places counted from the section's start; None: ``values`` is the whole box."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + (0 if self.idx is None else self.idx.nbytes)
 
 
 class WeightSubscriber:
@@ -130,19 +108,13 @@ class WeightSubscriber:
         self._ahead = Ahead(
             store, run_id, self._spool, held=lambda: self.version, has_room=self._has_room_ahead, num_pulls=pulls
         )  # fmt: skip
-        self._updates = self._host.directory / "updates"
-        self._updates.mkdir(exist_ok=True)
+        self._files = UpdateFiles(
+            self._host, self._spool, self._map, self._forget_copy, chain_fraction=self._params.chain_fraction
+        )
         self._fresh = Freshness(self._host.directory / "seen", run_id, counts=sealed.is_sealed(store))
-        for path in self._updates.iterdir():  # of an engine that an earlier process fed
-            path.unlink()
-        self._steps: list[Manifest] = []  # deltas in the spool, contiguous, ending at the copy's version
-        self._newest: dict[tuple[str, int], _Staged] = {}
-        """What the last step of ``_steps`` wrote, by tensor and start; empty where it is too much to keep."""
         self._told: WeightVersion | None = None
         self._failed: Manifest | None = None  # the step that did not work
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
-        self._handed_out: list[Path] = []
-        """Update files, the newest last."""
         self._refused, self._is_closed = "", False
         self._leased_once = False
         self._leased: WeightVersion | None = None
@@ -212,24 +184,7 @@ class WeightSubscriber:
             if self.version is None or version != self.version:
                 raise Gone(f"the host copy is at {self.version}, not at {version}", field="version")
             self._host.require_there()
-            steps = self._steps_from(engine_version)
-            base = engine_version if steps else None
-            path = self._updates / f"{version}-from-{base or 'any'}.safetensors"
-            if not path.exists():
-                if not steps:  # every tensor whole
-                    self._require_room(self._host.nbytes)
-                tensors = self._tensor_updates(steps)
-                update = Update(
-                    run_id=self._run_id, target=version, base=base, model=self._host.model, tensors=tensors
-                )
-                try:
-                    write_update(path, update)
-                except OSError as error:
-                    raise CapacityError(
-                        f"cannot be written: {error.strerror}", status=507, field=path.name
-                    ) from error
-            self._trim_updates(path)
-            return path
+            return self._files.write(engine_version)
 
     def state(self) -> dict[str, str]:
         """State hash by tensor name, in hex."""
@@ -328,8 +283,8 @@ class WeightSubscriber:
     def _follow(self, steps: list[Manifest]) -> None:
         # First: on a full disk, what is left of a version that is now passed over would keep all others out.
         with self._lock:
-            self._spool.clear([*self._steps, *steps])
-        self._require_room(self._bytes_to_pull(steps))
+            self._spool.clear([*self._files.steps, *steps])
+        self._host.require_room(self._bytes_to_pull(steps))
         for step in steps:
             self._failed = step
             self._check_base(step)
@@ -338,7 +293,8 @@ class WeightSubscriber:
                 # Again: whoever asked for a file meanwhile may have found the copy damaged.
                 self._check_base(step)
                 self._commit(step, staged)
-                self._remember(step, staged)
+                self._files.remember(step, staged)
+                self._spool.clear(self._files.steps)
         self._failed = None
 
     def _check_base(self, step: Manifest) -> None:
@@ -354,7 +310,7 @@ class WeightSubscriber:
         if wrong:
             raise WrongBase(f"state differs before it in {', '.join(wrong[:5])}", field=name)
 
-    def _stage(self, step: Manifest) -> list[_Staged]:
+    def _stage(self, step: Manifest) -> list[Staged]:
         """Pull, check and decode everything; the host copy is only read."""
         specs = step.specs()
         sections: dict[int, list[ManifestSection]] = {}
@@ -364,20 +320,20 @@ class WeightSubscriber:
         def pull(number: int) -> mmap.mmap | bytes:
             return self._spool.pull(step, step.objects[number])
 
-        def stage(section: ManifestSection, content: mmap.mmap | bytes) -> _Staged:
+        def stage(section: ManifestSection, content: mmap.mmap | bytes) -> Staged:
             payload = memoryview(content)[section.offset : section.offset + section.nbytes]
             return self._stage_section(step, section, payload, specs[section.tensor])
 
         numbers = range(len(step.objects))
         if self._pool is None or self._pulls is None:
-            staged: list[_Staged] = []
+            staged: list[Staged] = []
             for number in numbers:
                 content = pull(number)
                 staged += [stage(section, content) for section in sections.get(number, ())]
             return staged
         # Sections are decoded as their objects arrive, and no thread pulls or decodes any more when this returns.
         pulls = {self._pulls.submit(pull, number): number for number in numbers}
-        stages: list[Future[_Staged]] = []
+        stages: list[Future[Staged]] = []
         try:
             for pulled in as_completed(pulls):
                 content = pulled.result()
@@ -393,7 +349,7 @@ class WeightSubscriber:
 
     def _stage_section(
         self, step: Manifest, section: ManifestSection, payload: memoryview, spec: TensorSpec
-    ) -> _Staged:
+    ) -> Staged:
         name = f"{step.identity} {section.tensor} at {section.start}"
         if manifest.digest(payload) != section.xxh3:
             raise SectionCorrupt("checksum is wrong", field=name)
@@ -401,7 +357,7 @@ class WeightSubscriber:
             delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
             delta = replace(delta, idx=boxes.positions(section.box, delta.idx))
             _, values, dh = codec.stage(self._span(section), delta, start=section.start)
-            staged = _Staged(section, values, delta.idx)
+            staged = Staged(section, values, delta.idx)
         else:
             values = np.frombuffer(payload, spec.bits_dtype)
             dh = boxes.hash_bits(section.box, values)
@@ -409,7 +365,7 @@ class WeightSubscriber:
                 present = boxes.view(section.box, self._host.bits(section.tensor))
                 before = boxes.hash_bits(section.box, np.ascontiguousarray(present).reshape(-1))
                 dh = statehash.subtract(dh, before)
-            staged = _Staged(section, values, None)
+            staged = Staged(section, values, None)
         if statehash.to_hex(dh) != section.dh:
             # Every byte arrived as sent.  Of a delta, what it is applied to is wrong; of an anchor, the sender.
             error = SectionCorrupt if step.base is None else WrongBase
@@ -420,7 +376,7 @@ class WeightSubscriber:
         """The host copy from the first to the last element of the section's box."""
         return self._host.bits(section.tensor)[section.start : section.box.end]
 
-    def _commit(self, step: Manifest, staged: list[_Staged]) -> None:
+    def _commit(self, step: Manifest, staged: list[Staged]) -> None:
         """Write what was staged.  No check is left that could fail half-way."""
         if step.base is None:
             self._host.reshape(step.specs().values())  # refused, for lack of room, before anything changes
@@ -430,7 +386,7 @@ class WeightSubscriber:
         h = {tensor.name: statehash.from_hex(tensor.h_after) for tensor in step.tensors}
         self._host.finish(step.identity, h)
 
-    def _write(self, piece: _Staged) -> None:
+    def _write(self, piece: Staged) -> None:
         if piece.idx is None:
             place = boxes.view(piece.section.box, self._host.bits(piece.section.tensor))
             place[:] = piece.values.reshape(place.shape)
@@ -439,10 +395,7 @@ class WeightSubscriber:
 
     def _forget_copy(self) -> None:
         self._host.begin()
-        self._steps.clear()
-        self._newest = {}
-        for path in self._updates.iterdir():  # the repaired copy has the same version, and would find them
-            path.unlink()
+        self._files.forget()
         self._told = None  # what was handed out may be damaged too: the repaired copy is news
 
     # -- spool
@@ -454,38 +407,9 @@ class WeightSubscriber:
             num_bytes += max(0, steps[0].bytes_dense - self._host.nbytes)  # the other model's goes first
         return num_bytes
 
-    def _require_room(self, num_bytes: int) -> None:
-        """Before the first byte is written: a full disk is also other programs' trouble, a full tmpfs is the machine's memory."""
-        free_bytes = shutil.disk_usage(self._host.directory).free
-        if num_bytes > free_bytes:
-            raise CapacityError(
-                f"{self._host.directory} has {format_bytes(free_bytes)} left, the next version needs {format_bytes(num_bytes)}; "
-                "name a directory on a larger disk: 2.2 times the model, and once more for each update that takes it whole",
-                status=507,
-                field="weights.directory",
-            )
-
     def _has_room_ahead(self, num_bytes: int) -> bool:
         """What comes early must not keep out what is needed: a copy of the model is left free beside it."""
         return shutil.disk_usage(self._host.directory).free - num_bytes > 1.2 * self._host.nbytes
-
-    def _remember(self, step: Manifest, staged: list[_Staged]) -> None:
-        """Keep the deltas that a lagging engine may need, the newest as decoded; drop the rest of the spool."""
-        self._newest = {}
-        if step.base is None:
-            self._steps.clear()
-        else:
-            self._steps.append(step)
-            if sum(each.nbytes for each in staged) <= _DECODED_FRACTION * step.bytes_dense:
-                self._newest = {(each.section.tensor, each.section.start): each for each in staged}
-        budget_bytes = self._params.chain_fraction * step.bytes_dense
-        while self._steps and (
-            len(self._steps) > _MAX_KEPT_STEPS or sum(s.bytes_sent for s in self._steps) > budget_bytes
-        ):
-            self._steps.pop(0)
-        if not self._steps:
-            self._newest = {}
-        self._spool.clear(self._steps)
 
     def _lease(self, version: WeightVersion | None) -> None:
         """Keep what we are about to read from being deleted; a store that cannot is not a reason to stop."""
@@ -499,108 +423,6 @@ class WeightSubscriber:
         """A transfer may take longer than a lease."""
         if self._leased is not None and time.monotonic() - self._leased_at_s > _LEASE_S / 3:
             self._lease(self._leased)
-
-    # -- update files
-
-    def _steps_from(self, engine_version: WeightVersion | None) -> list[Manifest]:
-        """The kept deltas that lead from ``engine_version`` to the copy; empty when they do not."""
-        for number, step in enumerate(self._steps):
-            if step.base is not None and step.base.identity == engine_version:
-                return self._steps[number:]
-        return []
-
-    def _tensor_updates(self, steps: list[Manifest]) -> dict[str, TensorUpdate]:
-        # Sorted by tensor once: a mixture of experts has tens of thousands of tensors, and as many sections a step.
-        before = {tensor.name: tensor.h_before for tensor in steps[0].tensors} if steps else {}
-        sections = [(step, step.sections_by_tensor()) for step in steps]
-
-        def make(spec: TensorSpec) -> TensorUpdate | None:
-            mine = [
-                (step, section) for step, by_tensor in sections for section in by_tensor.get(spec.name, ())
-            ]
-            return self._tensor_update(spec, before, mine)
-
-        found = dict(zip(self._host.specs, self._map(make, self._host.specs.values()), strict=True))
-        for name, tensor in found.items():
-            if tensor is None:
-                self._forget_copy()
-                raise SectionCorrupt("the host copy is damaged in memory, and is fetched again", field=name)
-        return cast("dict[str, TensorUpdate]", found)
-
-    def _tensor_update(
-        self,
-        spec: TensorSpec,
-        before: Mapping[str, str | None],
-        sections: Sequence[tuple[Manifest, ManifestSection]],
-    ) -> TensorUpdate | None:
-        """None: the copy's memory is not what its state says."""
-        bits = self._host.bits(spec.name)
-        h_after = self._host.h[spec.name]
-        h_before = None
-        idx: NDArray[Any] | None = None
-        val: NDArray[Any] | None = None
-        if before:
-            h_before = statehash.from_hex(before[spec.name] or "")
-            idx, val = self._changed(spec, sections)
-        if idx is None:
-            # The engine would refuse it, and ask for the same again.
-            if statehash.hash_bits(bits) != h_after:
-                return None
-            return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, dense=bits.reshape(spec.shape))
-        if idx.size == 0:
-            return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after)
-        return TensorUpdate(
-            spec=spec, h_before=h_before, h_after=h_after, idx=idx, val=bits[idx] if val is None else val
-        )
-
-    def _changed(
-        self, spec: TensorSpec, sections: Sequence[tuple[Manifest, ManifestSection]]
-    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """Indices that any of ``sections`` touched, sorted, and the bits there now (None: look); no indices when writing the whole tensor is
-        smaller."""
-        dtype = np.dtype(np.uint32 if spec.num_elements <= 1 << 32 else np.int64)
-        limit = spec.nbytes // (dtype.itemsize + spec.width_bytes) if spec.width_bytes <= 4 else 0
-        pieces: list[NDArray[Any]] = []
-        values: list[NDArray[Any]] = []
-        total = 0
-        for step, section in sections:
-            if section.encoding == "raw":
-                return None, None
-            total += section.num_changed
-            if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
-                return None, None
-            decoded = (
-                self._newest.get((spec.name, section.start))
-                if self._newest and step is self._steps[-1]
-                else None
-            )
-            if decoded is not None and decoded.idx is not None:
-                idx = decoded.idx
-                values.append(decoded.values)
-            else:
-                content = self._spool.read(step, step.objects[section.object])
-                payload = memoryview(content)[section.offset : section.offset + section.nbytes]
-                delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-                idx = boxes.positions(section.box, delta.idx)
-            pieces.append(idx.astype(dtype) + dtype.type(section.start))
-        if not pieces:
-            return np.empty(0, dtype), None
-        merged, val = np.concatenate(pieces), None
-        if not bool(
-            np.all(merged[1:] > merged[:-1])
-        ):  # several steps, pieces with gaps, or sections out of order
-            merged = np.unique(merged)
-        elif len(values) == len(pieces):
-            val = np.concatenate(values)
-        return (merged, val) if merged.size <= limit else (None, None)
-
-    def _trim_updates(self, newest: Path) -> None:
-        """Drop old update files; an engine that has one open keeps reading it."""
-        # In memory, not as the file's time: an engine that is asked again tells by that that it is the same file.
-        self._handed_out = [path for path in self._handed_out if path != newest] + [newest]
-        for path in self._handed_out[:-_KEPT_UPDATES]:
-            path.unlink(missing_ok=True)
-        self._handed_out = self._handed_out[-_KEPT_UPDATES:]
 
 
 def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:

@@ -211,7 +211,7 @@ def test_sections_of_a_giant_tensor_are_checked_and_give_64_bit_indices(tmp_path
         folder = tmp_path / "reader" / "spool" / str(THIS)
         folder.mkdir()
         (folder / Path(record.objects[0].key).name).write_bytes(encoded.data)
-        index, values = reader._changed(GIANT, [(record, section)])
+        index, values = reader._files._changed(GIANT, [(record, section)])
     finally:
         reader.close()
     assert index is not None

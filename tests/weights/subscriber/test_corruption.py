@@ -441,7 +441,7 @@ def test_a_disk_that_is_full_before_an_update_file_is_whole_is_named_and_no_part
         with pytest.raises(CapacityError, match="No space left") as caught:
             reader.fetch(version, None)
     assert caught.value.status == 507
-    assert list(reader._updates.iterdir()) == []
+    assert list(reader._files.folder.iterdir()) == []
     assert reader.fetch(version, None).exists()
 
 

@@ -151,7 +151,7 @@ def test_update_files_and_spool_are_bounded(
         reader.poll(0)
         newest = reader.fetch(V(f"1.{version}"), V(f"1.{version - 1}"))
         assert newest.exists()
-    assert len(list(reader._updates.iterdir())) <= 4
+    assert len(list(reader._files.folder.iterdir())) <= 4
     spooled = sum(path.stat().st_size for path in reader._spool.folder.rglob("*") if path.is_file())
     assert spooled <= 0.8 * reader._host.nbytes
     trainer.step(lr=1e-2)
