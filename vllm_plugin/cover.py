@@ -1,6 +1,6 @@
 """Which elements of a flat run do strided regions touch: none twice, and all that are needed?
 
-Pure arithmetic on ``(shape, strides, offset)``; the proof part of :mod:`vllm_plugin.plan`.  Regions
+Pure arithmetic on ``(shape, strides, offset)``; the proof part of :mod:`vllm_plugin.plan_recorder`.  Regions
 without gaps, which is nearly all of them, are compared as intervals; any other makes it count element by
 element.
 """

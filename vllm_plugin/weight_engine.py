@@ -33,7 +33,9 @@ from vllm.distributed.weight_transfer.base import (
 from rose.errors import ConfigError, RoseError, WeightsError
 from rose.lineage import Lineage, WeightVersion
 from rose.wire.errors import error_data
-from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
+from vllm_plugin.checkpoint import check_contents, checkpoint_tensors
+from vllm_plugin.plan import NO_CHECKPOINT
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.roles import role
 from vllm_plugin.weight_feed import ANY, FeedInfo, WeightFeed, open_copy, read_info

@@ -36,7 +36,7 @@ from rose.weights.spool import PULL_BYTES
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.warmup import warm_up
 from tests.weights.relay_process import RelayProcess
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 
 RANKS = (1, 2, 4, 8)

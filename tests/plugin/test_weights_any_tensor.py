@@ -21,7 +21,7 @@ from rose.weights.store import ObjectStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.weights_kit import TYPES, VERSIONS, bits_of, random_tensor, specs_of, state_hash, stepped
 from tests.weights.shards_kit import Held, Tensors, Trainer
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weight_vote import judge
 

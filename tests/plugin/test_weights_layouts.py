@@ -44,7 +44,7 @@ from tests.weights.shards_kit import (
     megatron,
     tensor_parallel,
 )
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weight_vote import judge
 

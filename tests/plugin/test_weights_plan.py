@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from rose.errors import WeightsError
 from tests.plugin.weights_kit import TinyLlama, memory_of, same_memory, specs_of
 from tests.tiny_model import write_weights
+from vllm_plugin.checkpoint import check_contents, checkpoint_tensors
 from vllm_plugin.cover import cover, span_of
-from vllm_plugin.plan import BoxMap, ShardPlan, check_contents, checkpoint_tensors, record
+from vllm_plugin.plan import BoxMap, ShardPlan
+from vllm_plugin.plan_recorder import record
 
 RANKS = [(0, 1), (0, 2), (1, 2), (3, 4)]
 

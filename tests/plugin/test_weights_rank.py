@@ -28,7 +28,7 @@ from tests.plugin.weights_kit import (
     state_hash,
 )
 from vllm_plugin import rank_weights
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weight_vote import judge
 from vllm_plugin.weights import ENV_THREADS, staging_threads

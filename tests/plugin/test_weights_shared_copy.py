@@ -17,7 +17,7 @@ from tests.plugin.weights_kit import TinyLlama, change, memory_of, same_memory, 
 from tests.weights.test_shared_copy import keeper_process
 from tests.weights.test_stores import V
 from vllm_plugin import rank_weights
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 
 

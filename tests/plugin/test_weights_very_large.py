@@ -18,7 +18,7 @@ from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
-from vllm_plugin.plan import record
+from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weight_vote import judge
 
