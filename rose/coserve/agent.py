@@ -40,13 +40,14 @@ from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_c
 from rose.coserve.node import Node
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.policies import PolicyCopies
-from rose.coserve.records import Mode, NodeState
+from rose.coserve.records import Mode
+from rose.coserve.state_file import StateFile, take_over
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.lineage import WeightVersion
 from rose.policy.admission import Rule
-from rose.policy.baselines import POLICIES, make_lending
+from rose.policy.baselines import make_lending
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.lending_policy import LendingPolicy
 from rose.policy.watch import StepFloor
@@ -96,7 +97,6 @@ class NodeAgent(Node):
         self._unwanted_s: float | None = None
         self._core_seen_s = 0.0
         self._deadline_s: float | None = None
-        self._published: tuple[int, ...] = ()
         self._stop = asyncio.Event()
         self._killing: asyncio.Task[None] | None = None
         self._engine_status: dict[str, Any] = {}
@@ -105,8 +105,8 @@ class NodeAgent(Node):
 
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
-        self.take_over()
-        self._state = self.dir.node_writer()  # first: it proves that we are the only one
+        take_over(self)
+        self._state = StateFile(self)  # first: it proves that we are the only one
         try:
             await self._run()
         finally:
@@ -364,71 +364,7 @@ class NodeAgent(Node):
         self._publish()
 
     def _publish(self) -> None:
-        """Write ``node.state``; wake its readers when something besides the heartbeat changed."""
-        now = (
-            int(self.mode),
-            self.policy.lend_pages,
-            self.floor_pages,
-            int(self.slo_ttft_ms * 1e6),
-            int(self.slo_tpot_ms * 1e6),
-            int(self.rule),
-            int(self.serialise),
-            int(self.policy_name == "static"),
-            POLICIES.index(self.policy_name),
-            self.max_lend_pages,
-            round(100 * self.engine.delay),
-            int(self.stop_at_layers),
-            round(1e6 * self.policy.params.max_hit_rate_loss)
-            if isinstance(self.policy, LendingPolicy)
-            else 0,
-        )
-        self._mend()
-        changed = now != self._published
-        if changed and now[:2] != self._published[:2]:
-            self.epoch += 1
-        self._published = now
-        self._state.write(
-            NodeState(
-                mode=now[0],
-                epoch=self.epoch,
-                lend_pages=now[1],
-                floor_pages=now[2],
-                deadline_ns=int(self._deadline_s * NS_PER_S) if self._deadline_s else 0,
-                slo_ttft_ns=now[3],
-                slo_tpot_ns=now[4],
-                has_serving=self.config.serving is not None,
-                rule=now[5],
-                serialise=now[6],
-                fixed=now[7],
-                policy=now[8],
-                max_lend_pages=now[9],
-                delay_pct=now[10],
-                stop_at_layers=now[11],
-                max_loss_ppm=now[12],
-                heartbeat_ns=time.monotonic_ns(),
-            )
-        )
-        if changed:
-            self._state.wake()
-
-    def _mend(self) -> None:
-        """Put ``node.state`` back as we left it.  Where there is no room for its name, those who have met us read on.
-
-        Raises:
-            LedgerError: Another agent has taken our place.
-        """
-        try:
-            if self._state.mend():
-                logger.warning(
-                    "%s was deleted, cut off or written by another process; mended", self._state.path
-                )
-            self.errors.pop("node.state", None)
-        except LedgerError as error:
-            if self._state.replaced():
-                raise
-            if self.errors.get("node.state") != str(error):
-                logger.error("%s", error)
-            self.errors["node.state"] = str(error)
+        self._state.publish(self._deadline_s)
 
     # -- whom it serves -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import logging
 import time
 
 from rose.coserve.audit import ResidentAudit
-from rose.coserve.device import DeviceView, FreeFigure, age_s
+from rose.coserve.device import DeviceView, FreeFigure
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
@@ -18,9 +18,7 @@ from rose.coserve.links import SchedulerUplink, WeightLoop
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase
-from rose.errors import ConfigError, LedgerError
-from rose.policy.admission import Rule
-from rose.policy.baselines import POLICIES, make_lending
+from rose.errors import ConfigError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.policy.lending import Lending
@@ -29,9 +27,6 @@ from rose.units import PAGE_BYTES, format_bytes, format_s
 from rose.wire.workers import HeartbeatAnswer
 
 logger = logging.getLogger("rose.node")
-
-TAKE_OVER_S = 600.0
-"""How long the settings of an agent that was killed outlive it."""
 
 
 class Node:
@@ -74,36 +69,6 @@ class Node:
         self.observed = Harvestable()
         self.slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self.epoch = 0
-
-    def take_over(self) -> None:
-        """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
-
-        An agent that ended by itself leaves no file, and then the configuration counts.
-        """
-        reader = self.dir.node()
-        try:
-            last = reader.read()
-            if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
-                return
-            mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
-        except (LedgerError, ValueError, IndexError):
-            return
-        finally:
-            reader.close()
-        if mode != self.mode:
-            logger.warning(
-                "mode %s, as the agent that died here had it (configured: %s)",
-                mode.name.lower(),
-                self.config.mode,
-            )
-        self.mode, self.rule, self.serialise = mode, rule, bool(last.serialise)
-        self.stop_at_layers = bool(last.stop_at_layers)
-        self.max_lend_pages = max(0, last.max_lend_pages)
-        if policy != self.policy_name:
-            self.policy_name, self.policy = policy, make_lending(policy, self.config.lending.params())
-        if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
-            self.floor_pages = last.floor_pages
-            self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
 
     def no_stops(self, turns: bool, stops: bool) -> str:
         """Why steps cannot stop at layers; "" where they can, or need not.  On a GPU the engine's rung says whether steps take turns."""

@@ -22,6 +22,7 @@ from rose.coserve.latency import ServingLatency
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase, RankState, RolloutLease, ServingBoard, ServingLease
+from rose.coserve.state_file import StateFile
 from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
 from rose.units import PAGE_BYTES
@@ -41,7 +42,7 @@ class Bench:
         }
         self.agent = NodeAgent(validate(NodeConfig, table), Tokens.generate())
         node = NodeDir(path / "n")
-        self.agent._state = node.node_writer()
+        self.agent._state = StateFile(self.agent)
         self._writers = [
             node.serving_lease_writer(),
             node.serving_board_writer(),

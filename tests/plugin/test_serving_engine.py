@@ -19,6 +19,7 @@ from rose.coserve.latency import p99_between, read_page
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState, Phase, RolloutLease, ServingLease
+from rose.coserve.state_file import StateFile
 from rose.sim.metrics_source import read_scrapes, traffic_of
 from rose.sim.plan import make_plan
 from rose.sim.plan_words import text as plan_text
@@ -322,7 +323,7 @@ class RealAgent:
             "lending": lending,
         }
         self.agent = NodeAgent(validate(NodeConfig, table), Tokens.generate())
-        self.agent._state = self.agent.dir.node_writer()
+        self.agent._state = StateFile(self.agent)
         self._peer = self.agent.dir.rollout_lease_writer()
         self._stop = threading.Event()
         self.agent._set_mode()

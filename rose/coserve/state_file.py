@@ -1,0 +1,130 @@
+"""``node.state``: the agent's settings in force as the engines read them, and as the agent after a killed one takes them over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from rose.coserve.device import age_s
+from rose.coserve.node import Node
+from rose.coserve.records import Mode, NodeState
+from rose.errors import LedgerError
+from rose.policy.admission import Rule
+from rose.policy.baselines import POLICIES, make_lending
+from rose.policy.lending_policy import LendingPolicy
+from rose.units import NS_PER_S
+
+logger = logging.getLogger("rose.node")
+
+TAKE_OVER_S = 600.0
+"""How long the settings of an agent that was killed outlive it."""
+
+
+def take_over(node: Node) -> None:
+    """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
+
+    An agent that ended by itself leaves no file, and then the configuration counts.
+    """
+    reader = node.dir.node()
+    try:
+        last = reader.read()
+        if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
+            return
+        mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
+    except (LedgerError, ValueError, IndexError):
+        return
+    finally:
+        reader.close()
+    if mode != node.mode:
+        logger.warning(
+            "mode %s, as the agent that died here had it (configured: %s)",
+            mode.name.lower(),
+            node.config.mode,
+        )
+    node.mode, node.rule, node.serialise = mode, rule, bool(last.serialise)
+    node.stop_at_layers = bool(last.stop_at_layers)
+    node.max_lend_pages = max(0, last.max_lend_pages)
+    if policy != node.policy_name:
+        node.policy_name, node.policy = policy, make_lending(policy, node.config.lending.params())
+    if node.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
+        node.floor_pages = last.floor_pages
+        node.slo_ttft_ms, node.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
+
+
+class StateFile:
+    """The one writer of a node's ``node.state``.
+
+    Raises:
+        LedgerError: Another agent owns the directory.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._writer = node.dir.node_writer()
+        self._published: NodeState | None = None
+
+    def publish(self, deadline_s: float | None) -> None:
+        """Write what is in force; wake the readers when something besides the heartbeat and the deadline changed.
+
+        Args:
+            deadline_s: By when the engine must have given back what it holds above the loan; by the monotonic clock.
+
+        Raises:
+            LedgerError: Another agent has taken our place.
+        """
+        now, before = self._in_force(), self._published
+        self._mend()
+        if before is None or (now.mode, now.lend_pages) != (before.mode, before.lend_pages):
+            self._node.epoch += 1
+        self._published = now
+        self._writer.write(
+            replace(
+                now,
+                epoch=self._node.epoch,
+                deadline_ns=int(deadline_s * NS_PER_S) if deadline_s else 0,
+                heartbeat_ns=time.monotonic_ns(),
+            )
+        )
+        if now != before:
+            self._writer.wake()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _in_force(self) -> NodeState:
+        node, policy = self._node, self._node.policy
+        return NodeState(
+            mode=int(node.mode),
+            lend_pages=policy.lend_pages,
+            floor_pages=node.floor_pages,
+            slo_ttft_ns=int(node.slo_ttft_ms * 1e6),
+            slo_tpot_ns=int(node.slo_tpot_ms * 1e6),
+            has_serving=node.config.serving is not None,
+            rule=int(node.rule),
+            serialise=int(node.serialise),
+            fixed=int(node.policy_name == "static"),
+            policy=POLICIES.index(node.policy_name),
+            max_lend_pages=node.max_lend_pages,
+            delay_pct=round(100 * node.engine.delay),
+            stop_at_layers=int(node.stop_at_layers),
+            max_loss_ppm=round(1e6 * policy.params.max_hit_rate_loss)
+            if isinstance(policy, LendingPolicy)
+            else 0,
+        )
+
+    def _mend(self) -> None:
+        """Put the file back as we left it.  Where there is no room for its name, those who have met us read on."""
+        errors = self._node.errors
+        try:
+            if self._writer.mend():
+                logger.warning(
+                    "%s was deleted, cut off or written by another process; mended", self._writer.path
+                )
+            errors.pop("node.state", None)
+        except LedgerError as error:
+            if self._writer.replaced():
+                raise
+            if errors.get("node.state") != str(error):
+                logger.error("%s", error)
+            errors["node.state"] = str(error)
