@@ -6,7 +6,7 @@ Faults that need no process are tested where they belong:
 corrupt, truncated, missing section      ``subscriber``: any section; a short object; a deleted object
 duplicated, reordered, left-out section  here (manifests)
 wrong base, stale relay, rollback        ``subscriber``; undo: ``plugin/test_weights_rank``, ``.._engine``
-two trainers, version published twice    ``test_publisher``; with several ranks: ``test_sharded``
+two trainers, version published twice    ``publisher``; with several ranks: ``test_sharded``
 engine killed in stage and commit        ``coserve/test_links``; real: ``plugin/test_weights_versions_engine``, ``.._ranks_..``
 traversal, tokens, bombs                 ``test_stores``, ``test_relay``, ``test_codec``
 ======================================  =====================================================================

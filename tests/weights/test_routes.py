@@ -8,7 +8,7 @@ import pytest
 
 from rose.errors import NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
-from rose.weights import manifest, retention
+from rose.weights import manifest
 from rose.weights.manifest import Base, Kind, Manifest
 from rose.weights.routes import route
 
@@ -161,13 +161,3 @@ def test_a_store_that_answers_with_another_version_is_caught(shelf: Shelf) -> No
     shelf.manifests[V("1.5"), "delta"] = shelf.manifests[V("1.3"), "delta"]
     with pytest.raises(SectionCorrupt, match=r"is 1\.3"):
         way(shelf, None)
-
-
-# --- retention --------------------------------------------------------------------------------------------
-
-
-def test_only_what_is_older_than_every_anchor_in_use_goes() -> None:
-    versions = [V(t) for t in ("2.1", "1.0", "1.1", "1.5", "1.9", "2.0")]
-    assert [str(v) for v in retention.plan(versions, [V("2.0"), V("1.5")])] == ["1.0", "1.1"]
-    assert [str(v) for v in retention.plan(versions, [V("2.0")])] == ["1.0", "1.1", "1.5", "1.9"]
-    assert retention.plan(versions, []) == []

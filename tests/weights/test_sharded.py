@@ -22,8 +22,9 @@ from rose.weights.source import Shard, collect
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
+from tests.weights.publisher.kit import FlakyStore
+from tests.weights.publisher.test_failures import POINTS
 from tests.weights.subscriber.kit import apply_update, same
-from tests.weights.test_publisher import POINTS, FlakyStore
 
 torch = pytest.importorskip("torch")
 from tests.weights.shards_kit import (  # noqa: E402
