@@ -177,6 +177,16 @@ class Device:
             await self.production.stop()
 
 
+async def ready(device: Device, agent: object) -> None:
+    await until(lambda: agent.engine.state == "ready", "engine ready")  # type: ignore[attr-defined]
+
+
+async def lent(device: Device, pages: int) -> None:
+    await until(
+        lambda: device.resident_pages() == pages, f"{pages} pages resident, not {device.resident_pages()}"
+    )
+
+
 class control:
     """A client of the device's agent."""
 

@@ -6,38 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rose.config import validate
 from rose.coserve.agent import NodeAgent
-from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, Phase, RankState
-from rose.errors import ConfigError, EngineError, LedgerError, RequestError
-from rose.node_client import ControlClient
-from rose.policy.admission import Rule
-from rose.policy.baselines import StaticLending
+from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.compat import Support
-from rose.policy.lending_events import ALL_PAGES
 from rose.proc import Child
 from rose.units import PAGE_BYTES
-from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
-
-
-async def ready(device: Device, agent: object) -> None:
-    await until(lambda: agent.engine.state == "ready", "engine ready")  # type: ignore[attr-defined]
-
-
-async def lent(device: Device, pages: int) -> None:
-    await until(
-        lambda: device.resident_pages() == pages, f"{pages} pages resident, not {device.resident_pages()}"
-    )
+from tests.coserve.conftest import TOTAL_PAGES, Device, alive, lent, ready, until
 
 
 async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in_argv(device: Device) -> None:
@@ -358,103 +340,6 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     assert agent.device.held_pages() == 16
 
 
-async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
-    device.produce()
-    agent = device.agent(mode="observe")
-    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
-    assert agent.engine.num_starts == 0
-    assert agent.waits_for() == "mode is observe"
-    assert sorted(path.name for path in device.dir.iterdir()) == [
-        *("agent.sock", "node.state", "serving.board", "serving.lease")
-    ]
-    state = NodeDir(device.dir).node().read()
-    assert state is not None
-    assert (state.mode, state.lend_pages) == (Mode.OBSERVE, 0)
-
-
-async def test_back_to_observe_ends_the_engine_and_off_does_not_start_it(device: Device) -> None:
-    device.produce()
-    agent = device.agent(mode="observe")
-    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
-    agent.change(mode=Mode.ON)
-    await lent(device, 16)
-    pid = device.report()["pid"]
-    agent.change(mode=Mode.OBSERVE)
-    await until(lambda: agent.engine.state == "down")
-    assert not alive(pid)
-    assert agent.engine.num_kills == 0
-    agent.change(mode=Mode.OFF)
-    await until(lambda: agent.waits_for() == "mode is off")
-    assert agent.engine.num_starts == 1
-    assert not agent.engine.running
-
-
-async def test_off_leaves_an_engine_that_runs_and_starts_one_only_where_it_shall_be_kept_warm(
-    device: Device,
-) -> None:
-    device.produce()
-    agent = device.agent(mode="off", engine={"warm": True})
-    await ready(device, agent)
-    assert device.resident_pages() == 0
-    agent.change(mode=Mode.ON)
-    await lent(device, 16)
-    agent.change(mode=Mode.OFF)
-    await lent(device, 0)
-    assert agent.engine.running
-    assert agent.engine.num_starts == 1
-
-
-async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
-    agent = device.agent(serving=None)
-    await lent(device, 16)
-    assert agent.policy.lend_pages == ALL_PAGES
-    assert not device.report()["idle_class"]
-    state = NodeDir(device.dir).node().read()
-    assert state is not None
-    assert state.has_serving == 0
-    assert agent.config.tier == "dedicated"
-
-
-async def test_a_borrowed_device_is_its_engines_only_while_its_owner_lends_it(device: Device) -> None:
-    agent = device.agent(serving=None, borrowed=True)
-    await until(lambda: agent.waits_for() == "its owner does not lend it now")
-    assert agent.engine.num_starts == 0
-
-    agent.lend(3600.0)
-    await lent(device, 16)
-    await ready(device, agent)
-    assert 3500.0 < (agent.heartbeat("i", 1).lent_s or 0.0) <= 3600.0
-
-    agent.lend(0.0)  # taken back before the time was over
-    assert agent.heartbeat("i", 2).lent_s == 0.0
-    await lent(device, 0)
-    assert (agent.engine.state, agent.engine.num_starts, agent.engine.num_kills) == ("ready", 1, 0)
-
-    agent.lend(0.5)  # and a loan that nobody renews ends by itself
-    await until(lambda: agent.released)
-    await lent(device, 0)
-
-
-async def test_an_owner_hears_whether_the_engine_has_given_everything_back(device: Device) -> None:
-    agent = device.agent(serving=None, borrowed=True, fake="stubborn", lending={"reclaim_deadline_s": 3600.0})
-    client = ControlClient(device.dir, device.tokens)
-    await until(lambda: (device.dir / "agent.sock").exists())
-    assert (await asyncio.to_thread(client.lend, 600.0))["given_back"] is False
-    await lent(device, 16)
-    assert (await asyncio.to_thread(client.lend, 0.0, 0.05)) == {"lent_s": 0.0, "given_back": False}
-    await agent.engine.kill("it keeps what it owes")
-    assert (await asyncio.to_thread(client.lend, 0.0, 30.0)) == {"lent_s": 0.0, "given_back": True}
-    client.close()
-
-
-async def test_only_a_borrowed_device_is_lent(device: Device) -> None:
-    agent = device.agent(serving=None)
-    with pytest.raises(RequestError, match="not borrowed") as refused:
-        agent.lend(1.0)
-    assert refused.value.field == "seconds"
-    assert agent.heartbeat("i", 1).lent_s is None
-
-
 async def test_the_state_file_carries_slo_and_floor_and_its_epoch_rises_with_the_loan(device: Device) -> None:
     production = device.produce()
     agent = device.agent(serving={"slo_ttft_ms": 250.0, "slo_tpot_ms": 40.0, "floor_pages": 10})
@@ -523,161 +408,6 @@ async def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(
         await device.agents[0][1]
     device.agents.clear()
     assert agent.engine.num_starts == 0
-
-
-async def start_program(device: Device, fake: str = "", **change: Any) -> asyncio.subprocess.Process:
-    """``rose node run`` as a process of its own."""
-    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table(fake, **change))]
-    path = device.path / "node.toml"
-    path.write_text("\n".join(lines))
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rose.cli", "node", "run", "--config", str(path), stderr=asyncio.subprocess.PIPE
-    )
-
-
-def _flat(table: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + key, value))
-    return found
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-async def test_a_killed_agent_takes_its_engine_along_and_the_next_one_starts_at_once(device: Device) -> None:
-    production = device.produce()
-    process = await start_program(device)
-    try:
-        await lent(device, 16)
-        pid = device.report()["pid"]
-        device.report_path.unlink()
-    finally:
-        process.kill()
-        await process.wait()
-    await until(lambda: not alive(pid), "the engine died with its agent")
-    reader = NodeDir(device.dir).node()
-    assert not reader.alive()
-
-    agent = device.agent()
-    await ready(device, agent)
-    await lent(device, 16)
-    assert agent.engine.num_starts == 1
-    assert production.overdrawn == 0
-
-
-async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(device: Device) -> None:
-    device.produce()
-    process = await start_program(device)
-    try:
-        await lent(device, 16)
-        client = ControlClient(device.dir, device.tokens)
-        turns = {"serialise": True, "stop_at_layers": True}
-        wishes = {"rule": "paper", "policy": "static", "max_lend_pages": 7, **turns}
-        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
-        client.close()
-    finally:
-        process.kill()
-        await process.wait()
-
-    agent = device.agent()
-    await until(lambda: agent.waits_for() == "mode is off")
-    assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
-    assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
-    assert agent.stop_at_layers
-    assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
-
-
-async def test_steps_stop_at_layers_only_where_they_take_turns(device: Device) -> None:
-    with pytest.raises(ConfigError) as caught:
-        device.agent(gate={"stop_at_layers": True})
-    assert (caught.value.field, caught.value.fix) == ("gate.stop_at_layers", "gate.serialise = true")
-
-    device.produce()
-    agent = device.agent()
-    await ready(device, agent)
-    reader = NodeDir(device.dir).node()
-
-    def told() -> tuple[int, int]:
-        state = reader.read()
-        assert state is not None
-        return state.serialise, state.stop_at_layers
-
-    with pytest.raises(RequestError, match="take turns"):
-        agent.change(stop_at_layers=True)
-    assert told() == (0, 0)
-    agent.change(serialise=True, stop_at_layers=True)
-    assert told() == (1, 1)
-    with pytest.raises(RequestError, match="take turns"):
-        agent.change(serialise=False)
-    assert told() == (1, 1)
-
-
-async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:
-    device.produce()
-    process = await start_program(device)
-    try:
-        await lent(device, 16)
-        client = ControlClient(device.dir, device.tokens)
-        await asyncio.to_thread(client.set, mode="off")
-        client.close()
-    finally:
-        process.terminate()
-        await process.communicate()
-
-    agent = device.agent()
-    await ready(device, agent)
-    assert agent.mode == Mode.ON
-
-
-async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
-    device.produce()
-    process = await start_program(device)
-    try:
-        await lent(device, 16)
-        pid = device.report()["pid"]
-    finally:
-        process.terminate()
-        _, log = await asyncio.wait_for(process.communicate(), 20.0)
-    assert process.returncode == 0, log.decode()
-    assert not alive(pid)
-    assert not (device.dir / "node.state").exists()
-    text = log.decode()
-    assert "rollout engine ready" in text
-    assert not [token for token in (device.tokens.node, device.tokens.relay) if token in text]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"nod_id": "x"}, r"nod_id: unknown key \(did you mean 'node_id'\?\)"),
-        ({"engine": {"model": "m", "max_model_len": 8, "prot": 1}}, r"engine\.prot: unknown key.*'port'"),
-        (
-            {"engine": {"model": "m", "max_model_length": 8}},
-            r"engine\.max_model_length: unknown.*'max_model_len'",
-        ),
-        ({"engine": {"model": "m"}}, r"engine\.max_model_len: is required"),
-        ({"engine": {"model": "m", "max_model_len": 8, "port": 70000}}, r"engine\.port"),
-        ({"serving": {"slo_ttft_ms": 0}}, r"serving\.slo_ttft_ms"),
-        ({"lending": {"min_headroom_fraction": 1.5}}, r"lending\.min_headroom_fraction"),
-        ({"lending": {"cool_down_s": float("inf")}}, r"lending\.cool_down_s"),
-        ({"node_id": "../x"}, "node_id"),
-        ({"scheduler": {"url": "ftp://x"}}, r"scheduler\.url"),
-        ({"mode": "maybe"}, "mode"),
-    ],
-)
-def test_bad_settings_name_their_field(change: dict[str, object], message: str) -> None:
-    table = {"node_id": "n", "dir": "/x", "engine": {"model": "m", "max_model_len": 8}, **change}
-    with pytest.raises(ConfigError, match=message):
-        validate(NodeConfig, table)
 
 
 async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_path: Path) -> None:

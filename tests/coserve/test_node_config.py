@@ -72,3 +72,28 @@ def test_an_engine_that_its_scheduler_can_reach_is_not(scheduler: str, engine: d
 )
 def test_an_engines_url_has_brackets_around_an_ipv6_address(host: str, url: str) -> None:
     assert config("http://localhost:8800", host=host).engine_url == url
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nod_id": "x"}, r"nod_id: unknown key \(did you mean 'node_id'\?\)"),
+        ({"engine": {"model": "m", "max_model_len": 8, "prot": 1}}, r"engine\.prot: unknown key.*'port'"),
+        (
+            {"engine": {"model": "m", "max_model_length": 8}},
+            r"engine\.max_model_length: unknown.*'max_model_len'",
+        ),
+        ({"engine": {"model": "m"}}, r"engine\.max_model_len: is required"),
+        ({"engine": {"model": "m", "max_model_len": 8, "port": 70000}}, r"engine\.port"),
+        ({"serving": {"slo_ttft_ms": 0}}, r"serving\.slo_ttft_ms"),
+        ({"lending": {"min_headroom_fraction": 1.5}}, r"lending\.min_headroom_fraction"),
+        ({"lending": {"cool_down_s": float("inf")}}, r"lending\.cool_down_s"),
+        ({"node_id": "../x"}, "node_id"),
+        ({"scheduler": {"url": "ftp://x"}}, r"scheduler\.url"),
+        ({"mode": "maybe"}, "mode"),
+    ],
+)
+def test_bad_settings_name_their_field(change: dict[str, object], message: str) -> None:
+    table = {"node_id": "n", "dir": "/x", "engine": {"model": "m", "max_model_len": 8}, **change}
+    with pytest.raises(ConfigError, match=message):
+        validate(NodeConfig, table)

@@ -17,8 +17,8 @@ import pytest
 
 from rose.coserve.engine import SEGMENTS_FILE
 from rose.shared_memory import SHARED_MEMORY, EngineSegments, mapped_segments, remove_unused, segments
-from tests.coserve.conftest import Device, alive, until
-from tests.coserve.test_agent import ready, start_program
+from tests.coserve.conftest import Device, alive, ready, until
+from tests.coserve.test_node_program import start_program
 
 OWNER = """
 import sys

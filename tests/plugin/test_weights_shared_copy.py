@@ -12,7 +12,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SharedCopy
 from rose.weights.subscriber import WeightSubscriber
-from tests.plugin.test_weights_rank import commit_all
+from tests.plugin.rank_kit import commit_all
 from tests.plugin.weights_kit import TinyLlama, change, memory_of, same_memory, specs_of
 from tests.weights.test_shared_copy import keeper_process
 from tests.weights.test_stores import V

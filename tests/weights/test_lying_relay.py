@@ -14,9 +14,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from rose.auth import Tokens, key_text, write_own
+from rose.auth import Tokens
 from rose.errors import (
     ConfigError,
     NotAuthentic,
@@ -28,8 +27,7 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
-from rose.weights import composer, manifest, stored_manifests
-from rose.weights.cli import app as weights_app
+from rose.weights import manifest, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
@@ -40,10 +38,9 @@ from rose.weights.store import MemoryStore, ObjectStore
 from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess
-from tests.weights.subscriber.kit import V, copy_of, same
+from tests.weights.signed_kit import publish, published
+from tests.weights.subscriber.kit import PARAMS, V, copy_of, same
 from tests.weights.toy import ToyTrainer
-
-PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, anchor_every=1000, collect=False)
 
 
 @dataclass
@@ -86,13 +83,6 @@ class World:
     @property
     def head(self) -> Path:
         return self.files / "runs" / "run" / "head.json"
-
-
-def publish(publisher: WeightPublisher, trainer: ToyTrainer, *versions: int) -> None:
-    for version in versions:
-        if version:
-            trainer.step()
-        publisher.publish(version)
 
 
 @pytest.fixture
@@ -141,9 +131,6 @@ def test_signed_versions_arrive(honest: World) -> None:
     assert all(
         each.blake3 for each in stored_manifests.read(honest.store(), "run", V("1.1"), "delta").objects
     )
-
-
-# --- what a relay may answer
 
 
 def replaced_object(world: World) -> None:
@@ -262,9 +249,6 @@ def test_no_flipped_bit_of_head_or_manifest_is_taken(lying: World) -> None:
     assert same(copy_of(reader), lying.trainer.bits())
 
 
-# --- rolled back
-
-
 def test_a_store_that_went_back_is_refused_by_who_saw_more_also_after_a_restart(lying: World) -> None:
     publisher, reader = lying.publisher(), lying.reader()
     publish(publisher, lying.trainer, 0, 1)
@@ -320,9 +304,6 @@ def test_a_new_reader_has_the_schedulers_word(lying: World) -> None:
     publish(publisher, lying.trainer, 4)
     assert reader.poll(5) == V("1.4"), "the trainer went on from the store as it was"
     assert same(copy_of(reader), lying.trainer.bits())
-
-
-# --- attempt 999 of zeros
 
 
 @pytest.mark.parametrize("role", ["agent", "node", "relay"])
@@ -428,9 +409,6 @@ def test_a_forged_head_in_any_store_keeps_the_trainer_out_no_more(tmp_path: Path
     reader.close()
 
 
-# --- a new key
-
-
 def test_a_trainer_that_pins_the_old_key_beside_its_new_one_goes_on(tmp_path: Path) -> None:
     """As docs/operating.md says it: both at the relay and the nodes, and both in the trainer's token file."""
     old, new = Tokens.generate(), SigningKey.generate()
@@ -457,108 +435,6 @@ def test_a_trainer_that_pins_the_old_key_beside_its_new_one_goes_on(tmp_path: Pa
         assert reader.poll(5) == V("2.1")
         assert same(copy_of(reader), trainer.bits())
         reader.close()
-
-
-# --- anchors composed by others, and what a composer believes
-
-
-def published(store: ObjectStore, trainer: ToyTrainer, last: int) -> WeightPublisher:
-    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
-    publish(publisher, trainer, *range(last + 1))
-    return publisher
-
-
-def test_an_anchor_that_a_delegate_composed_is_read(tmp_path: Path) -> None:
-    key, trainer, plain = SigningKey.generate(), ToyTrainer(1), MemoryStore()
-    published(SealedStore(plain, key=key), trainer, 3)
-    elsewhere = SealedStore(plain, key=SigningKey.parse(key.delegate().text))
-    record = composer.compose(elsewhere, "run", V("1.3"), PARAMS)
-    assert record.kind == "anchor"
-    reading = SealedStore(plain, trusted=PublicKeys.parse(key.public))
-    assert stored_manifests.read(reading, "run", V("1.3"), "anchor") == record
-    with pytest.raises(ConfigError, match="anchors only"):
-        WeightPublisher(trainer.tensors, elsewhere, "run", 2, PARAMS).publish(0)
-    stranger = SealedStore(plain, trusted=PublicKeys.parse(SigningKey.generate().public))
-    with pytest.raises(NotAuthentic, match="not pinned"):
-        stored_manifests.read(stranger, "run", V("1.3"), "anchor")
-
-
-def test_a_trainer_takes_the_anchors_that_rose_weights_compose_makes(tmp_path: Path) -> None:
-    key, trainer, folder = SigningKey.generate(), ToyTrainer(1), tmp_path / "store"
-    write_own(tmp_path / "composer.key", key_text(key.delegate().text))
-    params = replace(PARAMS, compose=False, anchor_every=2)
-    publisher = WeightPublisher(trainer.tensors, SealedStore(FileStore(folder), key=key), "run", 1, params)
-    publish(publisher, trainer, 0, 1, 2, 3)
-    assert publisher.settle(10)
-    command = [
-        "compose",
-        "run",
-        "--directory",
-        str(folder),
-        "--key",
-        str(tmp_path / "composer.key"),
-        "--every",
-        "2",
-    ]
-
-    done = CliRunner().invoke(weights_app, command)
-    assert (done.exit_code, done.output.split()[:2]) == (0, ["composed", "1.3,"])
-    publish(publisher, trainer, 4)
-    assert publisher.settle(10)
-    publish(publisher, trainer, 5)
-
-    reading = SealedStore(FileStore(folder), trusted=PublicKeys.parse(key.public))
-    assert stored_manifests.read(reading, "run", V("1.5"), "delta").anchor == (1, 3)
-    reader = WeightSubscriber(reading, "run", tmp_path / "reader")
-    assert reader.poll(0) == V("1.5")
-    assert same(copy_of(reader), trainer.bits())
-    reader.close()
-
-
-@pytest.mark.parametrize("source", ["1.0", "1.2"])
-def test_a_composer_signs_nothing_made_of_what_nobody_signed(source: str, tmp_path: Path) -> None:
-    """Bytes with the right checksums and state hashes, which are not cryptographic, but not those of the digest."""
-    key, trainer, plain = SigningKey.generate(), ToyTrainer(1), MemoryStore()
-    store = SealedStore(plain, key=key)
-    published(store, trainer, 3)
-    kind = "anchor" if source == "1.0" else "delta"
-    record = stored_manifests.read(store, "run", V(source), kind)
-    lied = msgspec.structs.replace(
-        record, objects=tuple(msgspec.structs.replace(each, blake3="0" * 64) for each in record.objects)
-    )
-    plain.delete(manifest.manifest_key("run", V(source), kind))
-    plain.put_new(
-        manifest.manifest_key("run", V(source), kind), store.seal(kind, "run", manifest.encode_manifest(lied))
-    )
-    before = plain.list("run/")
-
-    with pytest.raises(NotAuthentic, match="is not what was signed"):
-        composer.compose(store, "run", V("1.3"), PARAMS)
-    assert plain.list("run/") == before
-    reader = WeightSubscriber(SealedStore(plain, trusted=PublicKeys.parse(key.public)), "run", tmp_path / "r")
-    with pytest.raises(NotAuthentic, match="is not what was signed"):
-        reader.poll(0)
-    reader.close()
-
-
-def test_a_manifest_that_binds_no_digest_is_refused(tmp_path: Path) -> None:
-    key, trainer, plain = SigningKey.generate(), ToyTrainer(1), MemoryStore()
-    store = SealedStore(plain, key=key)
-    published(store, trainer, 1)
-    name = manifest.manifest_key("run", V("1.0"), "anchor")
-    record = stored_manifests.read(store, "run", V("1.0"), "anchor")
-    bare = msgspec.structs.replace(
-        record, objects=tuple(msgspec.structs.replace(each, blake3=None) for each in record.objects)
-    )
-    plain.delete(name)
-    plain.put_new(name, store.seal("anchor", "run", manifest.encode_manifest(bare)))
-    reader = WeightSubscriber(SealedStore(plain, trusted=PublicKeys.parse(key.public)), "run", tmp_path / "r")
-    with pytest.raises(NotAuthentic, match="named without a BLAKE3 digest"):
-        reader.poll(0)
-    reader.close()
-
-
-# --- stores of before, and those that are trusted
 
 
 def test_an_unsigned_store_of_before_is_refused_with_the_fix_and_read_where_it_is_trusted(

@@ -1,0 +1,136 @@
+"""What each mode, and a device that is dedicated or borrowed, makes of the node agent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode
+from rose.errors import ConfigError, RequestError
+from rose.node_client import ControlClient
+from rose.policy.lending_events import ALL_PAGES
+from tests.coserve.conftest import Device, alive, lent, ready, until
+
+
+async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
+    device.produce()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
+    assert agent.engine.num_starts == 0
+    assert agent.waits_for() == "mode is observe"
+    assert sorted(path.name for path in device.dir.iterdir()) == [
+        *("agent.sock", "node.state", "serving.board", "serving.lease")
+    ]
+    state = NodeDir(device.dir).node().read()
+    assert state is not None
+    assert (state.mode, state.lend_pages) == (Mode.OBSERVE, 0)
+
+
+async def test_back_to_observe_ends_the_engine_and_off_does_not_start_it(device: Device) -> None:
+    device.produce()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
+    agent.change(mode=Mode.ON)
+    await lent(device, 16)
+    pid = device.report()["pid"]
+    agent.change(mode=Mode.OBSERVE)
+    await until(lambda: agent.engine.state == "down")
+    assert not alive(pid)
+    assert agent.engine.num_kills == 0
+    agent.change(mode=Mode.OFF)
+    await until(lambda: agent.waits_for() == "mode is off")
+    assert agent.engine.num_starts == 1
+    assert not agent.engine.running
+
+
+async def test_off_leaves_an_engine_that_runs_and_starts_one_only_where_it_shall_be_kept_warm(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent(mode="off", engine={"warm": True})
+    await ready(device, agent)
+    assert device.resident_pages() == 0
+    agent.change(mode=Mode.ON)
+    await lent(device, 16)
+    agent.change(mode=Mode.OFF)
+    await lent(device, 0)
+    assert agent.engine.running
+    assert agent.engine.num_starts == 1
+
+
+async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
+    agent = device.agent(serving=None)
+    await lent(device, 16)
+    assert agent.policy.lend_pages == ALL_PAGES
+    assert not device.report()["idle_class"]
+    state = NodeDir(device.dir).node().read()
+    assert state is not None
+    assert state.has_serving == 0
+    assert agent.config.tier == "dedicated"
+
+
+async def test_a_borrowed_device_is_its_engines_only_while_its_owner_lends_it(device: Device) -> None:
+    agent = device.agent(serving=None, borrowed=True)
+    await until(lambda: agent.waits_for() == "its owner does not lend it now")
+    assert agent.engine.num_starts == 0
+
+    agent.lend(3600.0)
+    await lent(device, 16)
+    await ready(device, agent)
+    assert 3500.0 < (agent.heartbeat("i", 1).lent_s or 0.0) <= 3600.0
+
+    agent.lend(0.0)  # taken back before the time was over
+    assert agent.heartbeat("i", 2).lent_s == 0.0
+    await lent(device, 0)
+    assert (agent.engine.state, agent.engine.num_starts, agent.engine.num_kills) == ("ready", 1, 0)
+
+    agent.lend(0.5)  # and a loan that nobody renews ends by itself
+    await until(lambda: agent.released)
+    await lent(device, 0)
+
+
+async def test_an_owner_hears_whether_the_engine_has_given_everything_back(device: Device) -> None:
+    agent = device.agent(serving=None, borrowed=True, fake="stubborn", lending={"reclaim_deadline_s": 3600.0})
+    client = ControlClient(device.dir, device.tokens)
+    await until(lambda: (device.dir / "agent.sock").exists())
+    assert (await asyncio.to_thread(client.lend, 600.0))["given_back"] is False
+    await lent(device, 16)
+    assert (await asyncio.to_thread(client.lend, 0.0, 0.05)) == {"lent_s": 0.0, "given_back": False}
+    await agent.engine.kill("it keeps what it owes")
+    assert (await asyncio.to_thread(client.lend, 0.0, 30.0)) == {"lent_s": 0.0, "given_back": True}
+    client.close()
+
+
+async def test_only_a_borrowed_device_is_lent(device: Device) -> None:
+    agent = device.agent(serving=None)
+    with pytest.raises(RequestError, match="not borrowed") as refused:
+        agent.lend(1.0)
+    assert refused.value.field == "seconds"
+    assert agent.heartbeat("i", 1).lent_s is None
+
+
+async def test_steps_stop_at_layers_only_where_they_take_turns(device: Device) -> None:
+    with pytest.raises(ConfigError) as caught:
+        device.agent(gate={"stop_at_layers": True})
+    assert (caught.value.field, caught.value.fix) == ("gate.stop_at_layers", "gate.serialise = true")
+
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    reader = NodeDir(device.dir).node()
+
+    def told() -> tuple[int, int]:
+        state = reader.read()
+        assert state is not None
+        return state.serialise, state.stop_at_layers
+
+    with pytest.raises(RequestError, match="take turns"):
+        agent.change(stop_at_layers=True)
+    assert told() == (0, 0)
+    agent.change(serialise=True, stop_at_layers=True)
+    assert told() == (1, 1)
+    with pytest.raises(RequestError, match="take turns"):
+        agent.change(serialise=False)
+    assert told() == (1, 1)

@@ -1,0 +1,119 @@
+"""``rose node run`` as a process: how it ends, and what the next one takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode
+from rose.node_client import ControlClient
+from rose.policy.admission import Rule
+from rose.policy.baselines import StaticLending
+from tests.coserve.conftest import Device, alive, lent, ready, until
+
+
+async def start_program(device: Device, fake: str = "", **change: Any) -> asyncio.subprocess.Process:
+    """``rose node run`` as a process of its own."""
+    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table(fake, **change))]
+    path = device.path / "node.toml"
+    path.write_text("\n".join(lines))
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rose.cli", "node", "run", "--config", str(path), stderr=asyncio.subprocess.PIPE
+    )
+
+
+def _flat(table: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, value))
+    return found
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+async def test_a_killed_agent_takes_its_engine_along_and_the_next_one_starts_at_once(device: Device) -> None:
+    production = device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        pid = device.report()["pid"]
+        device.report_path.unlink()
+    finally:
+        process.kill()
+        await process.wait()
+    await until(lambda: not alive(pid), "the engine died with its agent")
+    reader = NodeDir(device.dir).node()
+    assert not reader.alive()
+
+    agent = device.agent()
+    await ready(device, agent)
+    await lent(device, 16)
+    assert agent.engine.num_starts == 1
+    assert production.overdrawn == 0
+
+
+async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        client = ControlClient(device.dir, device.tokens)
+        turns = {"serialise": True, "stop_at_layers": True}
+        wishes = {"rule": "paper", "policy": "static", "max_lend_pages": 7, **turns}
+        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
+        client.close()
+    finally:
+        process.kill()
+        await process.wait()
+
+    agent = device.agent()
+    await until(lambda: agent.waits_for() == "mode is off")
+    assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
+    assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
+    assert agent.stop_at_layers
+    assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
+
+
+async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        client = ControlClient(device.dir, device.tokens)
+        await asyncio.to_thread(client.set, mode="off")
+        client.close()
+    finally:
+        process.terminate()
+        await process.communicate()
+
+    agent = device.agent()
+    await ready(device, agent)
+    assert agent.mode == Mode.ON
+
+
+async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        pid = device.report()["pid"]
+    finally:
+        process.terminate()
+        _, log = await asyncio.wait_for(process.communicate(), 20.0)
+    assert process.returncode == 0, log.decode()
+    assert not alive(pid)
+    assert not (device.dir / "node.state").exists()
+    text = log.decode()
+    assert "rollout engine ready" in text
+    assert not [token for token in (device.tokens.node, device.tokens.relay) if token in text]
