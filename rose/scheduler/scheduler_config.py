@@ -218,7 +218,7 @@ class CostConfig(Section):
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
-    policy: samples.RoutingPolicy = "cost"
+    policy: samples.RoutingName = "cost"
     cost: CostConfig = CostConfig()
     seed: int = 0
     """Of the draws between equal workers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rose.wire.samples import RoutingPolicy
+from rose.wire.samples import RoutingName
 
 Extra = Literal["none", "harvest", "spot", "serverless", "trainers"]
 LendingName = Literal["rose", "paper", "static"]
@@ -30,7 +30,7 @@ class System:
     lending: LendingName | None = None
     """These three: None = what the daemons' configuration says."""
     rule: Rule | None = None
-    routing: RoutingPolicy | None = "sticky_least_loaded"
+    routing: RoutingName | None = "sticky_least_loaded"
     plain_queue: bool = True
     """Turns are placed in the order in which they came; else as ``rose-scheduler`` is configured to."""
     slots: Literal["turn", "trajectory"] = "turn"

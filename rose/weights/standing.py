@@ -59,7 +59,7 @@ def same_model(before: Sequence[HeldBoxes], now: Sequence[HeldBoxes]) -> None:
     raise VersionRefused(
         f"tensors changed their names, types, shapes or division since the first publish: {unlike}",
         field="model",
-        fix="another model is another run_id; a cut or a type that changes needs the next attempt",
+        fix="another model is another run_id; a division or a type that changes needs the next attempt",
     )
 
 
@@ -80,4 +80,4 @@ def _specs(claims: Sequence[HeldBoxes]) -> dict[str, TensorSpec]:
 
 def _divided(before: Sequence[HeldBoxes], now: Sequence[HeldBoxes]) -> str:
     moved = sorted({claim.name for claim in set(before) ^ set(now)})
-    return f"{', '.join(moved[:3]) or 'their order'} is cut in another way"
+    return f"{', '.join(moved[:3]) or 'their order'} is divided in another way"

@@ -12,7 +12,7 @@ MIN_RATIO = 1e-6
 """Of new prompt tokens to sampled ones; the inverse of the largest."""
 MAX_DEADLINE_S = 604_800.0
 StaleRule = Literal["wait", "mask", "cancel"]
-RoutingPolicy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
+RoutingName = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
 
 
 class _Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -128,7 +128,7 @@ class NewVersion(_Body):
 class Settings(_Body):
     """``POST /admin/settings``."""
 
-    policy: RoutingPolicy | None = None
+    policy: RoutingName | None = None
     cap_dedicated: Positive | None = None
     cap_harvested: Positive | None = None
     max_running: Positive | None = None

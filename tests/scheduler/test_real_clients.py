@@ -666,9 +666,9 @@ async def test_an_agent_framework_runs_unmodified(gateway: Gateway) -> None:
     assert {turn.fork for turn in turns} <= {None, "history", "context"}
 
 
-async def test_the_readmes_curl_lines_work(gateway: Gateway, tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (script,) = re.findall(r"```bash\n(# With curl.*?)```", readme, re.DOTALL)
+async def test_the_pages_curl_lines_work(gateway: Gateway, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "endpoint.md").read_text()
+    (script,) = re.findall(r"```bash\n(# With curl.*?)```", page, re.DOTALL)
     tokens = tmp_path / "tokens.toml"
     gateway.tokens.save(tokens)
     script = script.replace("http://127.0.0.1:8800", gateway.url)

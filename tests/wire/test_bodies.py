@@ -23,7 +23,7 @@ from rose.wire.samples import (
     NewTrajectory,
     NewVersion,
     Resume,
-    RoutingPolicy,
+    RoutingName,
     Settings,
     StaleRule,
 )
@@ -156,7 +156,7 @@ def test_no_union_has_a_tuple(kind: Any) -> None:
 
 def test_the_names_are_those_of_the_policies() -> None:
     assert get_args(StaleRule) == STALE_RULES
-    assert set(get_args(RoutingPolicy)) == set(POLICY_NAMES)
+    assert set(get_args(RoutingName)) == set(POLICY_NAMES)
     assert set(get_args(msgspec.structs.fields(Registration)[2].type)) == {tier.value for tier in Tier}
 
 

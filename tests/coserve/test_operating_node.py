@@ -1,4 +1,4 @@
-"""The README's ``node.toml`` as it stands, with real engines: nothing before ``on``, an engine that starts and serves with it,
+"""The ``node.toml`` of ``docs/operating.md`` as it stands, with real engines: nothing before ``on``, an engine that starts and serves with it,
 and nothing again after.
 
 Only what names this machine is given on the command line: the directory, the model's folder and the port.
@@ -32,17 +32,15 @@ from tests.engine_launcher import EngineServer
 from tests.tiny_model import write_tiny_model
 
 POLL = 7  # x86-64
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text()
 PROMPT = list(range(5, 105))
 READY_S = 240.0
 """An engine of the idle class starts when others leave it a core."""
 
 
-def readme_block(first_line: str) -> str:
-    """The fenced block of the README that begins with ``first_line``."""
-    blocks = [
-        block for block in re.findall(r"```toml\n(.*?)```", README, re.S) if block.startswith(first_line)
-    ]
+def block_of_page(first_line: str) -> str:
+    """The fenced block of the page that begins with ``first_line``."""
+    blocks = [block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.S) if block.startswith(first_line)]
     assert len(blocks) == 1
     return blocks[0]
 
@@ -62,7 +60,7 @@ class Node:
         self.tokens = Tokens.generate()
         self.tokens.save(folder / "tokens.toml")
         settings = folder / "node.toml"
-        settings.write_text(readme_block("# node.toml"))
+        settings.write_text(block_of_page("# node.toml"))
         here = {"dir": str(self.dir), "engine.model": str(model), "engine.port": self.port}
         self._argv = [sys.executable, "-m", "rose.cli", "node", "run", f"--config={settings}"]
         self._argv += [f"--set={name}={json.dumps(value)}" for name, value in here.items()]
@@ -103,7 +101,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("readme")
+    return tmp_path_factory.mktemp("operating")
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +143,9 @@ def shared_memory_of(pid: int) -> list[Path]:
     return []
 
 
-def test_the_readmes_settings_are_settings_of_a_node(folder: Path) -> None:
+def test_the_pages_settings_are_settings_of_a_node(folder: Path) -> None:
     path = folder / "as-it-stands.toml"
-    path.write_text(readme_block("# node.toml"))
+    path.write_text(block_of_page("# node.toml"))
     assert load_config(NodeConfig, path).mode == "observe"
 
 
