@@ -111,7 +111,6 @@ class Engine:
     seq: int = 0
     reclaim_seq: int = 0
     epoch: int = 0
-    busy_until_s: float = 0.0
     busy_s: float = 0.0
     alive_s: float = 0.0
     decoded: float = 0.0

@@ -311,20 +311,6 @@ class DemoPlan:
         spec = self._other(f"node {command}", self._rose("node", command, f"--dir={self.node_dir}"))
         return Program(spec=spec, timeout_s=60.0, task=True)
 
-    def all_programs(self) -> list[Program]:
-        """Every program, in the order of its start; for tests and for the curious."""
-        return [
-            self.models(),
-            self.relay(),
-            self.scheduler(),
-            self.production(),
-            self.dedicated(),
-            self.traffic(),
-            self.harvested(),
-            self.train(),
-            self.node_command("on"),
-        ]
-
     # ------------------------------------------------------------ helpers
 
     def _engine_env(self) -> dict[str, str]:

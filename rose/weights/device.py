@@ -55,11 +55,6 @@ def _key(u, SIGN: tl.constexpr, MASK: tl.constexpr):
 
 
 @_jit
-def _unkey(k, SIGN: tl.constexpr, MASK: tl.constexpr):
-    return tl.where((k & SIGN) != 0, k ^ SIGN, k ^ MASK)
-
-
-@_jit
 def _rice_width(num_places, num_taken):
     """See :func:`rose.weights.codec.rice_width`."""
     taken = num_taken.to(tl.int64)

@@ -23,6 +23,21 @@ from rose.train.envs.registry import make_family
 from rose.train.train_config import TrainConfig
 
 
+def programs_of(plan: DemoPlan) -> list[Program]:
+    """Every program, in the order of its start."""
+    return [
+        plan.models(),
+        plan.relay(),
+        plan.scheduler(),
+        plan.production(),
+        plan.dedicated(),
+        plan.traffic(),
+        plan.harvested(),
+        plan.train(),
+        plan.node_command("on"),
+    ]
+
+
 def test_defaults_are_valid_and_ports_are_consecutive() -> None:
     config = load_demo_config(None)
 
@@ -124,11 +139,9 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     plan.find_models()
 
     assert load_plan(root / "traffic.json").to_arrivals()[0].prompt_tokens == 3
-    logs = {
-        program.spec.log_path.stem for program in plan.all_programs() if program.spec.log_path is not None
-    }
+    logs = {program.spec.log_path.stem for program in programs_of(plan) if program.spec.log_path is not None}
     assert logs < set(LOG_NAMES)
-    words = [word for program in plan.all_programs() for word in program.spec.argv]
+    words = [word for program in programs_of(plan) for word in program.spec.argv]
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
     for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret, tokens.publish_key):
         assert not any(secret in text for text in (*words, *files))
@@ -172,7 +185,7 @@ def test_only_production_and_the_harvested_engine_use_the_first_core(tmp_path: P
         words = tomllib.loads((root / f"{program.spec.name}.toml").read_text())["engine"]["command"]
         return (int(words[words.index("--cpu-list") + 1]),)
 
-    on_first = {program.spec.name for program in plan.all_programs() if 0 in core_of(program)}
+    on_first = {program.spec.name for program in programs_of(plan) if 0 in core_of(program)}
 
     assert on_first == {"production", "harvested"}
-    assert {p.spec.name for p in plan.all_programs() if p.spec.sched == "normal"} >= {"production", "traffic"}
+    assert {p.spec.name for p in programs_of(plan) if p.spec.sched == "normal"} >= {"production", "traffic"}

@@ -20,8 +20,8 @@ from rose.coserve.links import WeightLoop
 from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
 from rose.coserve.policies import PolicyCopies
 from rose.policy.stop_reasons import OTHER_RUN
+from rose.testing.memory_store import MemoryStore
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.wire.http_client import open_client
 from rose.wire.turns import ASKED_RUN

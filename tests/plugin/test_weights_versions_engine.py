@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.engine_launcher import EngineServer
 from tests.plugin.test_weights_layouts import served, train

@@ -28,7 +28,7 @@ for module in pkgutil.iter_modules(rose.weights.__path__):
         failed[module.name] = str(error)
 import numpy as np
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
+from rose.testing.memory_store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 store, held = MemoryStore(), {"w": np.arange(64, dtype=np.float32)}
 publisher = WeightPublisher(lambda: held, store, "run", 1)

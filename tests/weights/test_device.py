@@ -56,11 +56,11 @@ def check_publisher(device: str) -> None:
     """What a publisher of tensors on ``device`` sends is what one of the same tensors on the host sends, a delta and a raw tensor."""
     import torch
 
+    from rose.testing.memory_store import MemoryStore
     from rose.weights import device as ours
     from rose.weights import source
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
-    from rose.weights.store import MemoryStore
 
     encoded = []
     real = ours.encode_against
@@ -121,10 +121,10 @@ def test_a_device_that_cannot_encode_leaves_it_to_the_host(
     """No compiler for Triton, say, or no memory left: what is published is the same."""
     import numpy as np
 
+    from rose.testing.memory_store import MemoryStore
     from rose.weights import baseline
     from rose.weights.publisher import WeightPublisher
     from rose.weights.source import RawBits, collect
-    from rose.weights.store import MemoryStore
 
     asked = []
 

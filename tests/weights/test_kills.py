@@ -21,9 +21,9 @@ from benchmarks.weight_transfer.kills_world import (
     step,
 )
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights.host_copy import HostCopy
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.toy import ToyTrainer
 

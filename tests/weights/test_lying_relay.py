@@ -27,6 +27,7 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
+from rose.testing.memory_store import MemoryStore
 from rose.weights import manifest, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.http_store import HttpStore
@@ -34,7 +35,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore, sealed_head
 from rose.weights.source import RawBits
-from rose.weights.store import MemoryStore, ObjectStore
+from rose.weights.store import ObjectStore
 from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess

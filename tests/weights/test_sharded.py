@@ -13,13 +13,13 @@ import pytest
 from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
+from rose.testing.memory_store import MemoryStore
 from rose.weights import replicas, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.layout import assign, claims_of
 from rose.weights.params import WeightsParams
 from rose.weights.sealed import SealedStore
 from rose.weights.source import Shard, collect
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.publisher.kit import FlakyStore

@@ -19,10 +19,11 @@ import pytest
 
 from rose.errors import CapacityError, ConfigError, Gone, SectionCorrupt
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights.file_store import FileStore
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SOCKET, SharedCopy
-from rose.weights.store import MemoryStore, ObjectStore
+from rose.weights.store import ObjectStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.subscriber.kit import WatchedStore, apply_update, same

@@ -15,12 +15,12 @@ from rose.errors import (
     NotAuthentic,
 )
 from rose.signatures import PublicKeys, SigningKey
+from rose.testing.memory_store import MemoryStore
 from rose.weights import composer, manifest, stored_manifests
 from rose.weights.cli import app as weights_app
 from rose.weights.file_store import FileStore
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.signed_kit import publish, published
 from tests.weights.subscriber.kit import PARAMS, V, copy_of, same

@@ -15,6 +15,7 @@ from rose.auth import Tokens
 from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
 from rose.proc import free_port
+from rose.testing.memory_store import MemoryStore
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest
 from rose.weights.file_store import FileStore
@@ -22,7 +23,7 @@ from rose.weights.fsspec_store import FsspecStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
-from rose.weights.store import MemoryStore, ObjectStore
+from rose.weights.store import ObjectStore
 from rose.weights.stores import open_store
 from tests.weights.mooncake_kit import mooncake_cluster
 from tests.weights.s3_server import BUCKET, s3_server

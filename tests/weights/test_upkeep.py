@@ -12,12 +12,12 @@ import pytest
 
 from rose.errors import CapacityError, RoseError, WeightsError
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights import composer, manifest, retention, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.retention import Need
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.shards_kit import Trainer, fsdp
 from tests.weights.subscriber.kit import copy_of, same

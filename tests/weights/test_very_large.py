@@ -12,6 +12,7 @@ import pytest
 
 from rose.errors import SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights import boxes, codec, layout, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.host_copy import _header, _offsets
@@ -21,7 +22,6 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.spec import TensorSpec, model_digest
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 
 PAST_32_BITS = 1 << 32

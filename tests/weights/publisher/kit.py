@@ -9,9 +9,9 @@ import numpy as np
 
 from rose.errors import CapacityError
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.toy import ToyTrainer
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rose.errors import CapacityError, VersionRefused, WeightsError, WrongBase
+from rose.testing.memory_store import MemoryStore
 from rose.weights.buckets import Buckets
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.publisher.kit import SMALL, FlakyStore, V, holds
 from tests.weights.toy import ToyTrainer

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose.testing.memory_store import MemoryStore
 from rose.weights import statehash, stored_manifests
 from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.source import RawBits
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.warmup import warm_up
 from tests.weights.publisher.kit import SMALL, FlakyStore, V, holds

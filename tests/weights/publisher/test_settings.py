@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rose.errors import CapacityError, ConfigError, RoseError
+from rose.testing.memory_store import MemoryStore
 from rose.weights.file_store import FileStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.publisher.kit import SMALL, FlakyStore
 from tests.weights.toy import ToyTrainer

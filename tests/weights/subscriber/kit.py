@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import Update
 from tests.weights.toy import ToyTrainer

@@ -13,11 +13,11 @@ import pytest
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights import codec, manifest, stored_manifests
 from rose.weights.manifest import Manifest, ManifestSection, ObjectRef
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.subscriber.kit import PARAMS, V, WatchedStore, apply_update, copy_of, publish_steps, same

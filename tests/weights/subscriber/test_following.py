@@ -12,9 +12,9 @@ import pytest
 
 from rose.errors import CapacityError, ConfigError, WrongBase
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights.manifest import Head
 from rose.weights.publisher import WeightPublisher
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.subscriber.kit import PARAMS, V, WatchedStore, copy_of, publish_steps, same
 from tests.weights.toy import ToyTrainer

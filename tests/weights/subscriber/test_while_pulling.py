@@ -12,10 +12,10 @@ import pytest
 
 from rose.errors import CapacityError
 from rose.lineage import WeightVersion
+from rose.testing.memory_store import MemoryStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SharedCopy
-from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.subscriber.kit import V, WatchedStore, apply_update, copy_of, publish_steps, same
