@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.coserving.plan import ALONE_1, ALONE_2, PAIRS_PER_SEGMENT, SOLO, Schedule
 from rose.evaluation.arms import Ratio, RequestLatency, Slo, arm_stats, ratio
 from rose.evaluation.statistics import percentile
+from rose.policy.coserving.timing import is_late
 
 BAR_RATIO = 1.05
 BAR_SHARE = 0.85
@@ -133,8 +134,8 @@ def _tight(mine: Sequence[RequestLatency], alone: Sequence[RequestLatency], limi
     """What became of the prompts that ``alone`` needed more than ``TIGHT`` of their limit for."""
     before = {s.index: s for s in alone if s.error is None and s.ttft_s > TIGHT * limits.of(s).ttft_s}
     after = [sample for sample in mine if sample.index in before]
-    late = [s for s in after if s.error is not None or s.ttft_s > limits.of(s).ttft_s]
-    late_alone = [s for s in after if before[s.index].ttft_s > limits.of(s).ttft_s]
+    late = [s for s in after if s.error is not None or is_late(s.ttft_s, limits.of(s).ttft_s)]
+    late_alone = [s for s in after if is_late(before[s.index].ttft_s, limits.of(s).ttft_s)]
     added_s = sorted(s.ttft_s - before[s.index].ttft_s for s in after if s.error is None)
     return {
         "tight_requests": len(after),

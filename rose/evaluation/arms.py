@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from rose.errors import ConfigError
 from rose.evaluation.statistics import Floats, percentile, weighted_percentile
+from rose.policy.coserving.timing import is_late
 
 Metric = Literal["ttft", "itl", "stall"]
 MAX_RECORDS_BYTES = 512 * 2**20
@@ -63,7 +64,8 @@ class RequestLatency:
         return (self.end_s - self.ttft_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
     def violates(self, slo: Slo) -> bool:
-        return self.error is not None or self.ttft_s > slo.ttft_s or self.tpot_s > slo.tpot_s
+        late = is_late(self.ttft_s, slo.ttft_s) or is_late(self.tpot_s, slo.tpot_s)
+        return self.error is not None or late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

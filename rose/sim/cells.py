@@ -13,6 +13,7 @@ import numpy as np
 
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.scenario import Scenario
+from rose.sim.summary import answered_late
 from rose.sim.world import SimResult, simulate
 
 
@@ -106,22 +107,20 @@ def run_dedicated(scenario: Scenario, seed: int, engines: int) -> CellResult:
 
 def measure(run: SimResult, load: float, warm_s: float) -> CellResult:
     """What happened after ``warm_s``."""
-    fleet, serving = run.scenario.fleet, run.scenario.serving
+    fleet = run.scenario.fleet
     before = next((sample for sample in run.samples if sample.at_s >= warm_s), None)
     first = before.sampled if before is not None else (0, 0)
     last = (run.counters.sampled["dedicated"], run.counters.sampled["harvested"])
     begin_s = before.at_s if before is not None else 0.0
     ttft = [(at, value) for at, value in run.ttft_s if at >= warm_s]
     tpot = [(at, value) for at, value in run.tpot_s if at >= warm_s]
-    slow = {at for at, value in ttft if value * 1e3 > serving.slo_ttft_ms}
-    slow |= {at for at, value in tpot if value * 1e3 > serving.slo_tpot_ms}
     return CellResult(
         load=load,
         num_dedicated=fleet.dedicated,
         num_serving=fleet.serving,
         dedicated_tokens_s=(last[0] - first[0]) / (run.duration_s - begin_s) / max(1, fleet.dedicated),
         harvested_tokens_s=(last[1] - first[1]) / (run.duration_s - begin_s) / max(1, fleet.serving),
-        missed=len(slow),
+        missed=len(answered_late(run, warm_s)),
         requests=len(ttft),
         ttft_s=tuple(value for _, value in ttft),
         tpot_s=tuple(value for _, value in tpot),

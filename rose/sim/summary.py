@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rose.evaluation.statistics import percentile
+from rose.policy.coserving.timing import is_late
 from rose.sim.arrivals import Floats
 from rose.sim.world import SimResult
 
@@ -169,10 +170,16 @@ def compare_misses(
 def _missed(run: SimResult) -> float:
     if not run.ttft_s:
         return math.nan
+    return len(answered_late(run)) / len(run.ttft_s)
+
+
+def answered_late(run: SimResult, begin_s: float = 0.0) -> set[float]:
+    """When those requests arrived, of all from ``begin_s`` on that were answered, that missed a limit."""
     serving = run.scenario.serving
-    slow = {at for at, value in run.ttft_s if value * 1e3 > serving.slo_ttft_ms}
-    slow |= {at for at, value in run.tpot_s if value * 1e3 > serving.slo_tpot_ms}
-    return len(slow) / len(run.ttft_s)
+    ttft_s, tpot_s = serving.slo_ttft_ms / 1e3, serving.slo_tpot_ms / 1e3
+    late = {at for at, value in run.ttft_s if is_late(value, ttft_s)}
+    late |= {at for at, value in run.tpot_s if is_late(value, tpot_s)}
+    return {at for at in late if at >= begin_s}
 
 
 def _mean(values: list[float]) -> float:
