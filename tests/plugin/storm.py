@@ -2,12 +2,12 @@
 
 All of it is the product's: production's and the rollout engine's side of the plugin with their pagers, the node agent, the guard of the
 engine's tree, the sentinel.  Scripted is what a model would be: vLLM's scheduler, block pool and engine core
-(:class:`Scheduler`), and no process is a new interpreter: the agent forks where it would start a program (:class:`ForkedPopen`), so that a
-kill and what comes after it cost milliseconds.
+(:mod:`tests.plugin.scripted_vllm`), and no process is a new interpreter: the agent forks where it would start a program
+(:class:`ForkedPopen`), so that a kill and what comes after it cost milliseconds.
 
 Faults, seeded: SIGKILL, or SIGSTOP and SIGCONT some time later, of ``engine`` (its API server), ``core`` and ``worker``, several at once too,
-and of ``agent``, ``guard`` and ``sentinel``, one of them at a time (:data:`KEEPERS`).  Whoever supervises an agent starts it again; nobody does anything else.  Between faults production has
-bursts that want all of its memory.  Now and then the storm stands still: then production gets everything back, and after its burst the next
+and of ``agent``, ``guard`` and ``sentinel``, one of them at a time (:data:`KEEPERS`).  Whoever supervises an agent starts it
+again; nobody does anything else.  Between faults production has bursts that want all of its memory.  Now and then the storm stands still: then production gets everything back, and after its burst the next
 engine gets its loan.
 
 Limits: never a page more than the device has, no error in production, everything back and lent again at each stand-still, no process left at
@@ -27,7 +27,6 @@ import json
 import logging
 import mmap
 import os
-import queue
 import random
 import secrets
 import signal
@@ -37,8 +36,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,17 +54,13 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.proc import free_port
 from rose.units import PAGE_BYTES
-from vllm_plugin import internals
+from tests.plugin.scripted_vllm import TOTAL_PAGES, Block, Core, Scheduler, without_vllm
 from vllm_plugin.memory import ChunkPlan, Pager
 from vllm_plugin.roles import ENV_DIR, ENV_ENGINE
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
 OS_PAGE = 4096
-TOTAL_PAGES = 16
-BLOCKS = 512
-LAYER_PAGE = 32 << 10
-"""Of a block in one of two layers: 32 blocks are a chunk of one page."""
 KEEPERS = ("agent", "guard", "sentinel")
 """Each ends the engine where the others cannot.  Of one engine's only one is down at a time: all three together leave a core that nobody
 ends, whose lease keeps the next engine out."""
@@ -80,109 +75,6 @@ STILL_EVERY = 40
 GIVE_UP_S = 90.0
 TORN_S = 0.02
 """A look that took longer may have seen a page that went there and came back: it counts for nothing."""
-
-
-# --- what a model would be
-
-
-class Block:
-    def __init__(self, block_id: int) -> None:
-        self.block_id, self.ref_cnt, self.is_null, self.block_hash = block_id, 0, False, None
-
-
-class Pool:
-    """vLLM's block pool as the balloon knows it, without a prefix cache."""
-
-    enable_caching = False
-
-    def __init__(self) -> None:
-        self.num_gpu_blocks = BLOCKS
-        self.blocks = [Block(number) for number in range(BLOCKS)]
-        self._free = dict.fromkeys(range(1, BLOCKS))
-        self.blocks[0].is_null = True
-        tail = SimpleNamespace()
-        self.cached_block_hash_to_block: dict[bytes, Block] = {}
-        self.free_block_queue = SimpleNamespace(
-            remove=lambda block: self._free.pop(block.block_id),
-            fake_free_list_head=SimpleNamespace(next_free_block=tail),
-            fake_free_list_tail=tail,
-        )
-
-    def get_num_free_blocks(self) -> int:
-        return len(self._free)
-
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        return
-
-    def _maybe_evict_cached_block(self, block: Block) -> bool:
-        return False
-
-    def free_blocks(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                self._free[block.block_id] = None
-
-    def take_all(self) -> list[Block]:
-        taken = [self.blocks[number] for number in self._free]
-        self._free.clear()
-        for block in taken:
-            block.ref_cnt = 1
-        return taken
-
-
-class Scheduler(SimpleNamespace):
-    """vLLM's, as far as both sides look at it."""
-
-    def __init__(self) -> None:
-        spec = SimpleNamespace(sliding_window=None, block_size=128, page_size_bytes=LAYER_PAGE)
-        layers = ["layer.0", "layer.1"]
-        group = SimpleNamespace(layer_names=layers, kv_cache_spec=spec)
-        self.pool = Pool()
-        tensor = SimpleNamespace(
-            size=2 * BLOCKS * LAYER_PAGE,
-            layers=layers,
-            layer_stride=BLOCKS * LAYER_PAGE,
-            block_stride=LAYER_PAGE,
-            offset=0,
-        )
-        super().__init__(
-            kv_cache_manager=SimpleNamespace(block_pool=self.pool),
-            kv_cache_config=SimpleNamespace(
-                num_blocks=BLOCKS, kv_cache_groups=[group], kv_cache_tensors=[tensor]
-            ),
-            cache_config=SimpleNamespace(block_size=128),
-            block_size=128,
-            use_eagle_block_drop=False,
-            use_pp=False,
-            need_mamba_block_aligned_split=False,
-            max_num_scheduled_tokens=1024,
-            running=[],
-            waiting=deque(),
-            kv_holding_waiting=[],
-            requests={},
-        )
-
-
-class Core(SimpleNamespace):
-    """vLLM's engine core: a queue, and what it runs when idle."""
-
-    def __init__(self) -> None:
-        super().__init__(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
-
-    def run_callbacks(self, wait_s: float | None) -> None:
-        try:
-            self.input_queue.get(timeout=wait_s)
-        except queue.Empty:
-            pass
-        while self._idle_state_callbacks:
-            self._idle_state_callbacks.pop(0)(self)
-
-
-def without_vllm() -> None:
-    """The two calls of ours that need vLLM itself."""
-    internals.wake = lambda engine: engine.input_queue.put_nowait(None)
-    internals.finish_with_partial_output = lambda *_: 0
 
 
 # --- processes

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.builds import ROOT
-from tests.plugin.storm import TOTAL_PAGES
+from tests.plugin.scripted_vllm import TOTAL_PAGES
 
 
 @pytest.mark.parametrize(
