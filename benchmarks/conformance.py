@@ -77,6 +77,15 @@ SHAPE_ROWS = {
     "multimodal": "modalities",
     "pooling": "pooling",
 }
+OF_BOTH = {
+    ("idefics3", "offload"): "modalities",  # with a connector vLLM takes the encoder's outputs as inputs
+    ("idefics3", "connector"): "modalities",
+    (
+        "qwen3_next",
+        "draft_model",
+    ): "drafts",  # vLLM drafts with the model's own layer then, which nobody tried
+}
+"""Rows that follow from a shape and a feature together, as vLLM makes its configuration of them."""
 ARGS = ("--load-format=dummy", "--max-model-len=512")
 SHORT = {"encoder_decoder": 128}
 """Context lengths of shapes that have no more."""
@@ -101,7 +110,8 @@ class Cell:
 
     @property
     def rows(self) -> list[Row]:
-        names = [SHAPE_ROWS[self.shape], FEATURES[self.feature][0]]
+        both = OF_BOTH.get((self.shape, self.feature))
+        names = [SHAPE_ROWS[self.shape], FEATURES[self.feature][0], *([both] if both else [])]
         return [row(name) for name in [*names, *together(names)]]
 
     @property

@@ -158,7 +158,7 @@ def require_elastic(kv_cache_config: Any, piece_bytes: int, role: str, *, drafts
     Raises:
         ConfigError: Of a kind that nobody tried, or of a geometry that does not add up.
     """
-    found = kv_findings(kv_cache_config, piece_bytes, drafts=drafts)
+    found = of_line(kv_findings(kv_cache_config, piece_bytes, drafts=drafts))
     support, because = judge(role, found)
     if support is not Support.ELASTIC:
         raise ConfigError(str(Standing(support=support, row=because, found=found[because.name])))

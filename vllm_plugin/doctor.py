@@ -175,7 +175,8 @@ def _words(error: Exception) -> str:
 def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     """The ``KVCacheConfig`` that vLLM would make of the layers that the model's configuration names; and whether its size is the real one.
 
-    None: of layers whose specs it does not tell (state-space, cross-attention, a drafter's, sparse attention's).
+    None: of layers whose specs it does not tell (state-space, cross-attention, sparse attention's).  A drafter's layers are not told either:
+    of such an engine the cache has the model's own, and its size is not the real one.
 
     Raises:
         Exception: vLLM makes no cache of them, for want of memory or otherwise.
@@ -194,9 +195,6 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     model, cache = config.model_config, config.cache_config
     odd = ("is_hybrid", "is_attention_free", "is_encoder_decoder", "has_inner_state")
     if model.runner_type != "generate" or any(getattr(model, name) for name in odd):
-        return None
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
         return None
     told = model.hf_text_config.to_dict()
     full: type[FullAttentionSpec] = FullAttentionSpec
@@ -231,9 +229,16 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     register_all_kvcache_specs(config)
     if cache.kv_cache_layout is None:
         cache.kv_cache_layout = "LBHNC"  # each layer's blocks together, as on every platform of the table
-    known = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    known = not _has_drafter(config) and (
+        cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    )
     (made,) = get_kv_cache_configs(config, [layers], [cache.kv_cache_memory_bytes or _ASSUMED_BYTES])
     return made, known
+
+
+def _has_drafter(config: Any) -> bool:
+    """Does something with layers of its own draft for it?"""
+    return config.speculative_config is not None and config.speculative_config.method != "ngram"
 
 
 # --------------------------------------------------------------------------- the answer
@@ -269,7 +274,8 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
     if standing.support is not Support.REFUSED:
         compat.take_places(config, standing)
     predicted, pages, notes = _predict(config)
-    found = compat.of_line({**predicted, **found})  # of one row, what is certain
+    # As at the start, what the cache tells comes last; of one row, what is certain.
+    found = compat.of_line({**found, **predicted, **found})
     standing = compat.standing_by(found, role)
     if role == "rollout" and standing.support is Support.COMPUTE_ONLY:
         standing = replace(standing, support=Support.REFUSED)  # such an engine has elastic memory, or none
@@ -313,7 +319,10 @@ def _predict(config: Any) -> tuple[Mapping[str, str], tuple[int, int] | None, tu
         piece_bytes = compat.piece_bytes(config)
         found = kv_findings(cache, piece_bytes, drafts=compat.has_drafts(config))
         if not known:
-            return found, None, ()
+            notes = (
+                ("only the engine's start tells the layers of its drafter",) if _has_drafter(config) else ()
+            )
+            return found, None, notes
         if judge("serving", found)[0] is not Support.ELASTIC:
             return found, (ChunkPlan.of(compat.counted(cache)).total_pages, 0), ()
         try:

@@ -17,7 +17,9 @@ Question = Mapping[str, Any]
 DOCTOR = "vllm_plugin.doctor"
 
 
-def ask(questions: Sequence[Question], python: str = sys.executable) -> list[dict[str, Any]]:
+def ask(
+    questions: Sequence[Question], python: str = sys.executable, timeout_s: float = 400
+) -> list[dict[str, Any]]:
     """An answer for each ``{"role": ..., "args": [...]}``, of a new interpreter."""
     with tempfile.TemporaryFile("w+") as answers:
         done = subprocess.run(
@@ -28,7 +30,7 @@ def ask(questions: Sequence[Question], python: str = sys.executable) -> list[dic
             pass_fds=(answers.fileno(),),
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=timeout_s,
             check=False,
         )
         answers.seek(0)

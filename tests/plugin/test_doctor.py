@@ -72,6 +72,10 @@ CASES = [
     Case("lora", "qwen3", ("--enable-lora",), ("elastic", "lora"), cache="dense"),
     Case("n-gram", "qwen3", (NGRAM,), ("elastic", "speculative"), cache="dense"),
     Case("draft model", "qwen3", (DRAFT_MODEL,), ("elastic", "speculative"), cache="dense"),
+    Case(
+        "draft beside windows", "gemma3", (DRAFT_MODEL,), ("compute-only", "grouped_drafts"), cache="gemma3"
+    ),
+    Case("draft beside chunks", "chunked", (DRAFT_MODEL,), ("compute-only", "kv_kind"), cache="chunked"),
     Case("mtp", "mtp", (MTP, *ENOUGH), ("elastic", "speculative")),
     Case("medusa", "qwen3", (DRAFT_MODEL.replace("draft_model", "medusa"),), ("refused", "drafts")),
     Case("fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("elastic", "fp8_kv"), cache="fp8"),
