@@ -20,7 +20,24 @@ from vllm_plugin.roles import ENV_ALLOW_UNMEASURED
 
 LINES: dict[str, tuple[str, ...]] = {"serving": ("0.31", "0.32"), "rollout": ("0.32",)}
 """By the role of the engine."""
-TRIED: dict[str, frozenset[str]] = {"0.31": frozenset({"data_parallel", "decoder", "tensor_parallel"})}
+TRIED: dict[str, frozenset[str]] = {
+    "0.31": frozenset(
+        {
+            "api_servers",
+            "data_parallel",
+            "decoder",
+            "fp8_kv",
+            "kv_groups",
+            "logits_processors",
+            "lora",
+            "mla",
+            "prompt_embeds",
+            "sliding_window",
+            "speculative",
+            "tensor_parallel",
+        }
+    )
+}
 """By line: rows of the compatibility table (``rose.policy.compat``) whose tests on real engines, those of `make lines`, have passed on it.  A line
 that is not here has run all of them; what is missing here is refused on that line, unless ``ROSE_ALLOW_UNMEASURED=1`` says otherwise."""
 
