@@ -2,7 +2,7 @@
 
 Pure functions from numbers to SVG text.  Colours come from CSS classes (``s-NAME`` for a series), so that one
 drawing serves light and dark; every mark carries a ``<title>``, which is the tooltip.  All text is escaped
-here: callers pass plain text, labels from other processes included.
+here: callers pass plain text, labels from other processes included.  Why no library draws them: decision 0011.
 """
 
 from __future__ import annotations
