@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.figures import figures
 from benchmarks.lib import evidence
-from benchmarks.lib.claims import Claim
+from benchmarks.lib.claims import CLAIMS, Claim
 from benchmarks.run import FIGURES, RESULTS, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
@@ -234,3 +234,8 @@ def test_a_run_that_was_summed_up_later_is_of_the_code_that_was_measured() -> No
     (run,) = evidence.all_runs([path])
     assert run.commit == "3e8a912"
     assert evidence.commits_of(path) == {"3e8a912", "ca4222d"}
+
+
+def test_each_claim_has_a_run() -> None:
+    runs = evidence.all_runs(committed_results())
+    assert [claim.text for claim in CLAIMS if not evidence.lines_of(claim, runs)] == []
