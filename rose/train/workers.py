@@ -180,6 +180,8 @@ class TrainWorker:
                 field="trainer.stream_groups",
                 fix='set it to "off"',
             )
+        streamed = self._config.streamed if self._streams else "off"
+        logger.info("steps begin before their batch is complete (trainer.stream_groups): %s", streamed)
         found, passed_over = await asyncio.to_thread(checkpoints.load_latest, self._directory)
         if found is None and passed_over:
             # Going on from nothing would drop them as its own come, and they may be readable tomorrow.
@@ -352,7 +354,7 @@ class TrainWorker:
     @property
     def _staleness(self) -> dict[str, Any]:
         """One bound for both sides, where the job names a rule: else the scheduler keeps to its own."""
-        rule = self._config.stale_rule
+        rule = self._config.stale_rule if self._streams else self._config.rollout.on_stale
         return {} if rule is None else {"alpha": self._collected.params.alpha, "on_stale": rule}
 
     def _bound_by(self, alpha: int | None) -> None:

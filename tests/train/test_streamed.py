@@ -15,6 +15,7 @@ from rose.errors import ConfigError, TrainError
 from rose.train.advantages import OverlongParams
 from rose.train.batch import Minibatch, TrainingSequence, samples_of
 from rose.train.build import trainer_params
+from rose.train.client import SchedulerClient
 from rose.train.guard import GuardParams
 from rose.train.loop import check_job
 from rose.train.loss import LossParams
@@ -398,15 +399,27 @@ class Unaware(TorchTrainer):
     begin = property()  # type: ignore[assignment]
 
 
-async def test_a_trainer_without_begin_waits_for_its_batch(world: World) -> None:
+async def test_a_trainer_without_begin_waits_for_its_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: set[str | None] = set()
+    lease = SchedulerClient.lease
+
+    def noting(client: SchedulerClient, **told: Any) -> Any:
+        rules.add(told.get("on_stale"))
+        return lease(client, **told)
+
+    monkeypatch.setattr(SchedulerClient, "lease", noting)
+    plain = {name: one for name, one in rollout("synchronous").items() if name != "on_stale"}
     trainer = {name: one for name, one in STREAMED.items() if name != "stream_groups"}
     parts = Parts(
         make_publisher=file_publisher,
         make_trainer=lambda config: Unaware(config.model, trainer_params(config)),
     )
     script, config, result = await run(
-        world, {}, parts=parts, num_steps=2, rollout=rollout("synchronous"), env=UNEVEN, trainer=trainer
+        world, {}, parts=parts, num_steps=2, rollout=plain, env=UNEVEN, trainer=trainer
     )
     assert result.num_steps == 2
+    assert rules == {None}  # the scheduler's own
     assert_applied_once(world, config)
     assert all(record["streamed_s"] == 0.0 for record in script.records)
