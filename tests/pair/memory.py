@@ -21,12 +21,19 @@ def present(where: tuple[int, int] | None) -> float | None:
     """Pages of 2 MiB of a KV allocation that have memory, by the kernel; None: the process has none (any more)."""
     if where is None:
         return None
-    pid, address = where
-    length = KV_BYTES // OS_PAGE * 8
+    try:
+        return resident_pages(*where, KV_BYTES)
+    except OSError:
+        return None
+
+
+def resident_pages(pid: int, address: int, size_bytes: int) -> float | None:
+    """Pages of 2 MiB of that part of a process's memory that are there, by the kernel; None: the process has none (any more)."""
+    length = size_bytes // OS_PAGE * 8
     try:
         with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as entries:
             there = os.pread(entries.fileno(), length, address // OS_PAGE * 8)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     if len(there) < length:
         return None

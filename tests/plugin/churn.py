@@ -32,8 +32,8 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.units import PAGE_BYTES
 from tests.engine_launcher import Forked, fork_piped
+from tests.pair.memory import resident_pages
 
-OS_PAGE = 4096
 TOTAL_PAGES = 16
 """``harness.kv_cache_config``."""
 MODULE = "tests.plugin.churn"
@@ -98,14 +98,7 @@ class Child:
 
     def resident_pages(self) -> float:
         """Of its KV allocation, by the kernel; 0 when it is dead."""
-        start, length = int(self.address, 16) // OS_PAGE * 8, TOTAL_PAGES * PAGE_BYTES // OS_PAGE * 8
-        try:
-            with open(f"/proc/{self.pid}/pagemap", "rb", buffering=0) as entries:
-                there = os.pread(entries.fileno(), length, start)
-        except (FileNotFoundError, ProcessLookupError):
-            return 0.0
-        present = sum(byte >> 7 for byte in there[7::8])  # the highest bit of each entry
-        return present * OS_PAGE / PAGE_BYTES
+        return resident_pages(self.pid, int(self.address, 16), TOTAL_PAGES * PAGE_BYTES) or 0.0
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

@@ -54,13 +54,13 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.proc import free_port
 from rose.units import PAGE_BYTES
+from tests.pair.memory import resident_pages
 from tests.plugin.scripted_vllm import TOTAL_PAGES, Block, Core, Scheduler, without_vllm
 from vllm_plugin.memory import ChunkPlan, Pager
 from vllm_plugin.roles import ENV_DIR, ENV_ENGINE
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
-OS_PAGE = 4096
 KEEPERS = ("agent", "guard", "sentinel")
 """Each ends the engine where the others cannot.  Of one engine's only one is down at a time: all three together leave a core that nobody
 ends, whose lease keeps the next engine out."""
@@ -413,9 +413,9 @@ class Storm:
         began_s, seen = time.monotonic(), self.seen
         workers = self._pids("worker")
         self._workers.update(workers)
-        before = {pid: resident_pages(pid, at) for pid, at in workers.items()}
-        held = sum(resident_pages(pid, at) for pid, at in self._pids("production").items())
-        lent = sum(min(pages, resident_pages(pid, workers[pid])) for pid, pages in before.items())
+        before = {pid: pages_of(pid, at) for pid, at in workers.items()}
+        held = sum(pages_of(pid, at) for pid, at in self._pids("production").items())
+        lent = sum(min(pages, pages_of(pid, workers[pid])) for pid, pages in before.items())
         seen.num_looks += 1
         if time.monotonic() - began_s > TORN_S:
             seen.num_torn_looks += 1
@@ -443,10 +443,10 @@ class Storm:
         return time.monotonic() - began_s
 
     def _is_lent(self) -> bool:
-        return sum(resident_pages(pid, at) for pid, at in self._pids("worker").items()) > 2
+        return sum(pages_of(pid, at) for pid, at in self._pids("worker").items()) > 2
 
     def _is_home(self) -> bool:
-        return sum(resident_pages(pid, at) for pid, at in self._pids("production").items()) == TOTAL_PAGES
+        return sum(pages_of(pid, at) for pid, at in self._pids("production").items()) == TOTAL_PAGES
 
     def _stand_still(self) -> None:
         """No fault for a while: all comes back for a burst, and is lent again after it."""
@@ -490,24 +490,17 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def pages_of(pid: int, address: int) -> float:
+    """Of its KV allocation, by the kernel; 0 when it is dead."""
+    return resident_pages(pid, address, TOTAL_PAGES * PAGE_BYTES) or 0.0
+
+
 def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def resident_pages(pid: int, address: int) -> float:
-    """Of its KV allocation, by the kernel; 0 when it is dead."""
-    start, length = address // OS_PAGE * 8, TOTAL_PAGES * PAGE_BYTES // OS_PAGE * 8
-    try:
-        with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as entries:
-            there = os.pread(entries.fileno(), length, start)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    present = sum(byte >> 7 for byte in there[7::8])  # the highest bit of each entry
-    return present * OS_PAGE / PAGE_BYTES
 
 
 def main() -> None:
