@@ -206,12 +206,15 @@ async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_pa
             engine.faults.extend(Fault(kind="reclaim", after=after) for after in (1, 4, 7))
         agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(8)]
         await reached(lambda: sum(len(engine.requests) for engine in engines) >= 16)
+        held = asyncio.Event()  # no agent is done before its scheduler is killed, however slow the machine
+        for engine in engines:
+            engine.hold = held
         (first,) = logs(tmp_path / "journal", "decisions")
-        await reached(
-            lambda: replay(first).num_actions["Dispatch"] > 0
-        )  # it writes what has gathered now and then
+        # It writes what has gathered now and then: what a kill takes away is not in the log.
+        await reached(lambda: replay(first).num_actions["Requeued"] > 0)
         await daemon.end()
         await daemon.start()
+        held.set()
         await asyncio.gather(*agents)
         for task in beats:
             task.cancel()
@@ -222,5 +225,5 @@ async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_pa
     assert found.exit_code == 0, found.output
     both = [replay(path) for path in logs(tmp_path / "journal", "decisions")]
     assert len(both) == 2  # one of each life
-    assert all(item.num_actions["Dispatch"] > 0 for item in both)
-    assert sum(item.num_actions["Requeued"] for item in both) > 0
+    assert both[0].num_actions["Requeued"] > 0
+    assert both[1].num_actions["Dispatch"] > 0
