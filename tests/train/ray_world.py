@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,30 @@ class Over(FrozenLakeFamily):
                 return await inner.reset(task)
 
         return Episode(inner)
+
+
+class Dull(FrozenLakeFamily):
+    """FrozenLake in which every other task earns nothing, whatever is done: its groups teach nothing."""
+
+    def make(self) -> Any:
+        inner, tasks = super().make(), list(self.tasks())
+        is_dull = False
+
+        class Episode(Wrapper):
+            async def reset(self, task: Any) -> Observation:
+                nonlocal is_dull
+                is_dull = tasks.index(task) % 2 == 0
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                seen = await inner.step(text)
+                return replace(seen, reward=0.0) if is_dull else seen
+
+        return Episode(inner)
+
+
+def half_dull() -> Dull:
+    return Dull(FrozenLakeParams(num_maps=4))
 
 
 def half_over() -> Over:

@@ -331,8 +331,9 @@ async def test_dynamic_sampling_has_the_same_rounds(world: World, monkeypatch: p
     """Groups of equal rewards are replaced, and only the others begun with."""
     calls = Calls(monkeypatch)
     trainer = {**STREAMED, "dynamic_sampling": {"enabled": True, "max_rounds": 3}}
+    env = {"kind": "tests.train.ray_world:half_dull", "latency": UNEVEN["latency"]}
     script, config, _ = await run(
-        world, {}, num_steps=3, rollout=rollout("synchronous"), env=UNEVEN, trainer=trainer
+        world, {}, num_steps=3, rollout=rollout("synchronous"), env=env, trainer=trainer
     )
     assert_applied_once(world, config)
     assert sum(record["num_filtered_groups"] for record in script.records) > 0
