@@ -166,6 +166,11 @@ def looks_for_prefix(pool: Any, request: Any) -> bool:
     return pool.enable_caching and not request.skip_reading_prefix_cache
 
 
+def started(scheduler_output: Any) -> list[str]:
+    """Who starts with this step; among them may be some that have had tokens before."""
+    return [new.req_id for new in scheduler_output.scheduled_new_reqs]
+
+
 def new_prompts(scheduler_output: Any, block_tokens: int) -> Iterable[tuple[int, Sequence[int], int]]:
     """Of each request that starts with this step: tokens of its prompt, its blocks in all KV groups, and how many of these it found
     in the cache; they come first."""

@@ -130,7 +130,7 @@ CORE: tuple[Owner, ...] = (
     ),
     Owner(
         where="vllm.v1.core.sched.output:NewRequestData",
-        names="prompt_token_ids block_ids num_computed_tokens",
+        names="req_id prompt_token_ids block_ids num_computed_tokens",
     ),
     Owner(where="vllm.v1.core.sched.output:CachedRequestData", names="new_block_ids"),
     Owner(where="vllm.v1.metrics.stats:SchedulerStats", names="kv_cache_usage"),

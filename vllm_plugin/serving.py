@@ -143,7 +143,6 @@ class ServingSide:
             trouble=trouble,
             idle=self.hooks.idle,
         )
-        self.before_add = self.ghost.on_prompt
         self.before_schedule, self.after_schedule = self.hooks.before_schedule, self.hooks.after_schedule
         self.after_update = self.hooks.after_update
         self._stopping = False
@@ -162,6 +161,11 @@ class ServingSide:
         for rank in range(len(self._pagers.ranks)):
             notifier.watch(directory.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
         self._thread.start()
+
+    def before_add(self, request: Any) -> None:
+        """A request has arrived, and nothing of it is scheduled."""
+        self.ghost.on_prompt(request)
+        self.hooks.on_arrival(request)
 
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""

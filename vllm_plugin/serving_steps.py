@@ -24,6 +24,9 @@ from vllm_plugin.seam import Seam
 from vllm_plugin.step_learning import StepLearner
 from vllm_plugin.waiting import WaitingRequests
 
+BLOCKED_LOOKED_AT = 4
+"""Late requests that no step can help, in one look."""
+
 
 class ServingSteps:
     """See the module.  What it is made of is the side's (:class:`vllm_plugin.serving.ServingSide`).
@@ -51,9 +54,16 @@ class ServingSteps:
         self._ghost, self._prefixes, self._board, self._learner = ghost, prefixes, board, learner
         self._fail = fail
         self._queue = WaitingRequests(scheduler)
+        self._starting: list[str] = []
+        """Who is in a step, and has had no token yet: those of a step or two, and those whose prompts take several."""
         self._claim_told = 0
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
+
+    def on_arrival(self, request: Any) -> None:
+        """A request, or a session's next turn, has arrived."""
+        if self._board.slo_ttft_ns:
+            self._steps.first_tokens.arrived(request.request_id, request.arrival_time)
 
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
@@ -126,6 +136,8 @@ class ServingSteps:
         encoder = internals.encoder_tokens_in(output, self._scheduler)
         if steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts, encoder):
             self._forecast()
+        if steps.first_tokens:
+            self._starting += internals.started(output)
         self._prefixes.note(output)
         # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
         if board.watched:
@@ -152,17 +164,45 @@ class ServingSteps:
         if any(tokens):
             self._learner.measured.append((*tokens, steps.step_ns / NS_PER_S))
         self._forecast()
+        self._look_for_first_tokens()
         self.tell_step()
+
+    def _look_for_first_tokens(self) -> None:
+        """Which have come, and who has waited too long for one."""
+        owed = self._steps.first_tokens
+        if not owed:
+            if self._starting:
+                self._starting = []
+            return
+        requests, now_s, promised_s = (
+            self._scheduler.requests,
+            time.time(),
+            self._board.slo_ttft_ns / NS_PER_S,
+        )
+        if self._starting:
+            still = []
+            for one in self._starting:
+                request = requests.get(one)
+                if request is not None and not request.num_output_tokens:
+                    still.append(one)
+                else:
+                    owed.came(one, now_s, promised_s)
+            self._starting = still
+        num_blocked = 0
+        while num_blocked < BLOCKED_LOOKED_AT and (late := owed.overdue(now_s, promised_s)) is not None:
+            request = requests.get(late)
+            if request is None or request.num_output_tokens:
+                owed.ended(late)
+            elif internals.is_blocked(self._scheduler, request):
+                owed.waits_for_others(late)
+                num_blocked += 1
+            else:
+                owed.late(late)
 
     def tell_step(self, *, wake: bool = True) -> None:
         """A step has started or ended: onto the board, now or when the background thread comes round."""
         steps, board = self._steps, self._board
-        if internals.num_waiting(self._scheduler):
-            head = board.next_first_token()
-            if head is not None:
-                age_ns = (time.time() - head.arrival_time) * NS_PER_S
-                steps.waits_since(head.request_id, age_ns, board.slo_ttft_ns)
-        elif steps.claim_chunks and not self._scheduler.running:
+        if steps.claim_chunks and not self._scheduler.running and not internals.num_waiting(self._scheduler):
             steps.withdraw()
         if wake and board.watched:
             self._claim_told = steps.claim_chunks
@@ -173,6 +213,7 @@ class ServingSteps:
         comes_back = bool(self._seam.mapped)
         try:
             self.before_schedule()  # notifies of what it has taken
+            self._look_for_first_tokens()
             self.tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self._fail(error)

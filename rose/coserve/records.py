@@ -89,8 +89,8 @@ class ServingBoard:
     ``needed_pages`` is what serving must come to hold while it claims memory, else 0; ``pressure_seq`` counts how
     often it claimed.  An absolute number: a claim *beyond* what serving holds would be asked for again and again by
     readers who see each returned page in the lease before serving, in a long step, sees it too.
-    ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
-    token later than the TTFT objective, a step with decodes longer than the TPOT objective.
+    ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: each request whose first
+    token is later than the TTFT objective, each step with decodes that is longer than the TPOT objective.
     """
 
     step: int = 0

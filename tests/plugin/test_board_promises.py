@@ -34,6 +34,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
         harness.step(scheduler)
     request = scheduler.running.pop()
     request.arrival_time -= 60.0
+    scheduler.rose.hooks._look_for_first_tokens()
     scheduler._preempt_request(request, time.monotonic())
     board = NodeDir(node_dir).serving_board()
     scheduler.rose.hooks.tell_step()
@@ -44,6 +45,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
     fresh = harness.request("late")
     fresh.arrival_time -= 60.0
     scheduler.add_request(fresh)
+    scheduler.rose.hooks._look_for_first_tokens()
     scheduler.rose.hooks.tell_step()
     record = board.read()
     assert record is not None

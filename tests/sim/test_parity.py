@@ -14,8 +14,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rose.auth import Tokens
 from rose.coserve.agent import NodeAgent
 from rose.coserve.node_config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig, WeightsLink
+from rose.policy.coserving.steps import StepBook
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import JobBatches, JobShare, SchedulerConfig, StaticWorker
+from rose.sim.engine import Request
 from rose.sim.events import EventDigest
 from rose.sim.live import NO_OCCASION, NOT_SIMULATED, Configs, configs_of
 from rose.sim.scenario import Scenario
@@ -203,3 +205,19 @@ def test_the_simulated_node_is_told_what_the_agent_s_is(tmp_path: Path) -> None:
         agent.slo_ttft_ms / 1e3,
         agent.slo_tpot_ms / 1e3,
     )
+
+
+def test_between_tokens_live_counts_a_long_step_and_the_simulator_a_request_s_mean() -> None:
+    """The one difference in what is late; of first tokens there is none (tests/plugin/test_first_tokens.py)."""
+    world = SimWorld(SCENARIO, ROSE, EventDigest(None), None)
+    device, live = world.serving_devices[0], StepBook(num_blocks=100, chunk_blocks=8)
+    device.slo_ttft_s, device.slo_tpot_s = 0.0, 0.1
+    request, now_s = Request("p0", 20, 11, 0.0), 0.0
+    request.first_s = 0.0
+    for step_s in (0.3, *[0.02] * 9):  # the mean of ten: 48 ms
+        live.scheduled(0, 1, int(now_s * 1e9))
+        now_s += step_s
+        live.ended(int(now_s * 1e9), int(device.slo_tpot_s * 1e9))
+    world.cluster.served(device, request, now_s)
+
+    assert (live.breaches, len(world.cluster.late)) == (1, 0)

@@ -7,7 +7,7 @@ The engine thread of production's core owns it and calls, in this order::
     scheduled(...)     a step has been put together; it starts now unless one is still under way
                        (with speculative decoding: and how many drafts it verifies; with images: and what of them it encodes)
     ended()            the oldest of them has ended
-    waits_since(...)   for the request that has waited longest for its first token, once a step
+    first_tokens       who waits for one: told of each request once or twice, looked at once a step
 
 This is production's step path: scalars in and out, no event objects, no locks, no logging.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from rose.policy.coserving.first_tokens import FirstTokens
 from rose.policy.coserving.timing import is_late
 
 MAX_IN_FLIGHT = 64
@@ -46,7 +47,8 @@ class StepBook:
         due_since_ns: Since when whoever comes next has waited for a token.
         claim_chunks: What serving must get back now, beyond what it can use.
         pressure_seq: How often a claim has begun.
-        breaches: Promises that were broken: first tokens that came late, and steps between tokens that were too long.
+        first_tokens: Who waits for a first token, and how many came late.
+        long_steps: Steps that took longer than a token was promised, of those that somebody waited for with tokens before.
         drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
         fixed: The loan is a fixed split: nothing of it is claimed back.
     """
@@ -61,15 +63,20 @@ class StepBook:
         self.claim_chunks = 0
         self.pressure_seq = 0
         self.under_pressure = False
-        self.breaches = 0
+        self.first_tokens = FirstTokens()
+        self.long_steps = 0
         self.drafts_per_decode = 0.0
         self.fixed = False
         self._chunk_blocks = chunk_blocks
-        self._late_request = ""
         self._stages = stages
         self._in_flight: deque[tuple[int, int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
         """Prompt tokens, requests that decode, their drafts and encoder tokens, and when it was put together, of each step that has not
         ended: two with asynchronous scheduling."""
+
+    @property
+    def breaches(self) -> int:
+        """Promises that were broken: first tokens that came late, and long steps.  Any thread."""
+        return self.first_tokens.num_late + self.long_steps
 
     def claimable(self, lent_chunks: int) -> int:
         """What of a loan can be claimed back."""
@@ -175,7 +182,7 @@ class StepBook:
             self.step_ns = now_ns - self.started_ns
             self.busy_ns += self.step_ns
         if decode and is_late(self.step_ns, slo_tpot_ns):
-            self.breaches += 1
+            self.long_steps += 1
         self.last_token_ns = now_ns
         following = self._front()
         if following is not None:
@@ -190,9 +197,3 @@ class StepBook:
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""
         return any(step[0] for step in tuple(self._in_flight))
-
-    def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
-        """A request has waited ``age_ns`` for its first token; later than promised counts once."""
-        if is_late(age_ns, slo_ttft_ns) and request_id != self._late_request:
-            self._late_request = request_id
-            self.breaches += 1

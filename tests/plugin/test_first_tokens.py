@@ -1,0 +1,174 @@
+"""Production's own count of late first tokens, in vLLM's scheduler: that of the simulator for the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose.coserve.node_dir import NodeDir
+from rose.sim.engine import Request
+from rose.sim.events import EventDigest
+from rose.sim.scenario import Scenario
+from rose.sim.systems import SYSTEMS
+from rose.sim.world import SimWorld
+from tests.plugin import harness
+from vllm_plugin import board as board_module
+from vllm_plugin import serving_steps
+
+LIMIT_S = 1.0
+
+
+class Clock:
+    """The hooks' wall clock, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1e9
+        hooks_time = SimpleNamespace(
+            time=lambda: self.now_s, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns
+        )
+        for module in (serving_steps, board_module):
+            monkeypatch.setattr(module, "time", hooks_time)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture(params=["ServingScheduler", "ServingAsyncScheduler"])
+def scheduler(
+    request: pytest.FixtureRequest, config: Any, node_dir: Path, rank: Any, clock: Clock
+) -> Iterator[Any]:
+    """Attached to no engine: nothing of it runs but what a test calls."""
+    from vllm_plugin import scheduler as schedulers
+
+    scheduler = harness.build(getattr(schedulers, request.param), config)
+    assert scheduler.rose is not None
+    scheduler.rose._board.slo_ttft_ns = int(LIMIT_S * 1e9)
+    yield scheduler
+    assert scheduler.rose.failed is None
+    for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
+        writer.close()
+
+
+def add(scheduler: Any, clock: Clock, request_id: str, **more: Any) -> Any:
+    request = harness.request(request_id, **more)
+    request.arrival_time = clock.now_s
+    scheduler.add_request(request)
+    return request
+
+
+def breaches(scheduler: Any, node_dir: Path) -> int:
+    scheduler.rose._board.write(busy=False)
+    record = NodeDir(node_dir).serving_board().read()
+    assert record is not None
+    return record.breaches
+
+
+def simulated_late(requests: list[tuple[float, float]]) -> int:
+    """What the simulator's count comes to for requests of these arrivals and first tokens."""
+    scenario = Scenario.model_validate({"name": "late", "fleet": {"dedicated": 1, "serving": 1}})
+    world = SimWorld(scenario, SYSTEMS["rose"], EventDigest(None), None)
+    device = world.serving_devices[0]
+    device.slo_ttft_s, device.slo_tpot_s = LIMIT_S, 0.0
+    for number, (arrived_s, first_s) in enumerate(requests):
+        request = Request(f"p{number}", 20, 4, arrived_s)
+        request.first_s = first_s
+        world.cluster.served(device, request, first_s)
+    return len(world.cluster.late)
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.4, 1.5])
+def test_every_late_first_token_counts_as_in_the_simulator(
+    scheduler: Any, clock: Clock, node_dir: Path, step_s: float
+) -> None:
+    """Two new prompts each step and room for one: the queue grows, and whoever stands first in it has company that is as late."""
+    scheduler.max_num_scheduled_tokens = 18
+    requests: dict[str, Any] = {}
+    first_s: dict[str, float] = {}
+    for number in range(60):
+        if number < 16:
+            for name in (f"{number}a", f"{number}b"):
+                requests[name] = add(scheduler, clock, name, num_tokens=16, max_tokens=1 + number % 3)
+        output = scheduler.schedule()
+        clock.now_s += step_s
+        harness.answer(scheduler, output)
+        for name, request in requests.items():
+            if request.num_output_tokens:
+                first_s.setdefault(name, clock.now_s)
+
+    assert len(first_s) == 32
+    expected = simulated_late([(requests[name].arrival_time, at_s) for name, at_s in first_s.items()])
+    assert 4 < expected <= 32
+    assert breaches(scheduler, node_dir) == expected
+    assert not scheduler.rose.steps.first_tokens
+
+
+def test_who_still_waits_counts_when_its_limit_has_passed_and_not_again_with_its_token(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    scheduler.max_num_scheduled_tokens = 16
+    for name in ("a", "b", "c"):
+        add(scheduler, clock, name, num_tokens=64)
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    harness.answer(scheduler, output)
+    assert breaches(scheduler, node_dir) == 3  # one reads, two wait
+    scheduler.max_num_scheduled_tokens = 512
+    for _ in range(3):
+        harness.step(scheduler)
+
+    assert breaches(scheduler, node_dir) == 3
+
+
+def test_a_client_that_gave_up_is_late_if_it_waited_longer_than_promised(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler.max_num_scheduled_tokens = 16
+    for name in ("reads", "patient", "hasty"):
+        add(scheduler, clock, name, num_tokens=64)
+    scheduler.finish_requests(["hasty"], RequestStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    harness.answer(scheduler, output)
+    scheduler.finish_requests(["patient"], RequestStatus.FINISHED_ABORTED)
+
+    assert breaches(scheduler, node_dir) == 2
+    assert not scheduler.rose.steps.first_tokens
+
+
+def test_a_session_that_waits_for_its_client_is_not_late(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    session = add(scheduler, clock, "session")
+    scheduler.waiting.remove_request(session)
+    session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    scheduler.kv_holding_waiting.add_request(session)
+    clock.now_s += 0.5
+    add(scheduler, clock, "behind", num_tokens=64)
+    scheduler.max_num_scheduled_tokens = 16
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    harness.answer(scheduler, output)
+
+    assert breaches(scheduler, node_dir) == 1  # who came behind it
+
+
+def test_where_nothing_is_promised_nothing_is_kept(scheduler: Any, clock: Clock, node_dir: Path) -> None:
+    scheduler.rose._board.slo_ttft_ns = 0
+    add(scheduler, clock, "a")
+    clock.now_s += 60.0
+    for _ in range(2):
+        harness.step(scheduler)
+
+    assert breaches(scheduler, node_dir) == 0
+    assert not scheduler.rose.hooks._starting
