@@ -75,6 +75,8 @@ from rose.shared_memory import SharedMemorySweep
 
 SOLO_LEAD_S = 2.5
 """More than the lead of other blocks: until the whole loan has come."""
+SOLO_PATIENCE_S = 4.0
+"""Into a block of rollouts alone, for the last answers of the block before; without them it is left out."""
 NUM_TRAJECTORIES = 16
 KV_CACHE_BYTES = 192 * 2**20
 """Of each engine: 96 blocks.  As in a fleet, a burst that production serves alone does not fill its cache."""
@@ -255,7 +257,12 @@ async def _run(
             lead_s = timing.lead_s
             late_s = [await _until(start_s)]
             if block.arm == SOLO:
-                lead_s += SOLO_LEAD_S
+                # Rollouts have all the memory then: who is still being answered would wait for as long, as a request of that other arm.
+                begun_s = start_s + lead_s
+                if await answered(world.plan.records_path, block.first, SOLO_PATIENCE_S) < block.first:
+                    stages.note(f"block {number + 1} is left out: production had not answered")
+                    continue
+                lead_s += SOLO_LEAD_S + max(0.0, time.monotonic() - begun_s)
                 await world.enter(SOLO_ARM)
             else:
                 await world.enter(ARMS[block.arm])

@@ -1,4 +1,4 @@
-"""The end of a co-serving run: no request of a measured block is lost with the sender."""
+"""The end of a co-serving run, and rollouts alone: no request of a measured block is lost with the sender, or starved by what is not its arm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import coserve
 from benchmarks.coserving.analysis import unanswered
-from benchmarks.coserving.plan import Arm, Prefix, Schedule, Timing, make_schedule
+from benchmarks.coserving.plan import SOLO, Arm, Prefix, Schedule, Timing, make_schedule
 from benchmarks.coserving.world import answered
 from rose.demo.ui import Stages
 from rose.evaluation.arms import RequestLatency
@@ -62,10 +62,14 @@ class World:
 
     def __init__(self, records: Path) -> None:
         self.in_force = ""
+        self.answered: dict[str, int] = {}
+        """By arm: requests that had a record when it came into force last."""
         self.plan = argparse.Namespace(records_path=records, traffic=lambda: None)
 
     async def enter(self, arm: Arm) -> None:
         self.in_force = arm.name
+        text = self.plan.records_path.read_text()
+        self.answered[arm.name] = text.count('"request"')
 
     async def read(self) -> Any:
         return None
@@ -88,9 +92,33 @@ async def test_the_sender_ends_when_the_slowest_request_has_ended(
         Stages(Console(quiet=True)),
     )
 
-    assert len(blocks) == len(plan.blocks)
+    assert {block.arm for block in blocks} >= set(ARMS)
     assert sorted(sender.at_the_end) == [0, 1, 2, 3]
     assert world.in_force == "alone_1"  # after rollouts alone, who still waits has the core to itself
+
+
+@pytest.mark.parametrize(("patience_s", "measured"), [(60.0, True), (0.0, False)])
+async def test_rollouts_alone_have_all_the_memory_when_production_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, measured: bool
+) -> None:
+    monkeypatch.setattr(coserve, "delta", lambda *_: {})
+    monkeypatch.setattr(coserve, "SOLO_LEAD_S", 0.0)
+    monkeypatch.setattr(coserve, "SOLO_PATIENCE_S", patience_s)
+    monkeypatch.setattr(coserve, "MAX_LATE_S", 60.0)
+    plan = schedule()
+    sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.6)
+    world = World(sender.records)
+
+    blocks = await coserve._run(
+        argparse.Namespace(minutes=None, run=0),
+        world,  # type: ignore[arg-type]
+        sender,  # type: ignore[arg-type]
+        plan,
+        Stages(Console(quiet=True)),
+    )
+
+    assert world.answered.get(SOLO) == (4 if measured else None)
+    assert [block.arm for block in blocks] == [*ARMS, SOLO][: 3 if measured else 2]
 
 
 async def test_who_never_answers_is_not_waited_for_for_ever(tmp_path: Path) -> None:
