@@ -169,7 +169,8 @@ def decided_by_the_plugin(models: Path, case: Case, monkeypatch: pytest.MonkeyPa
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The plugin's module state, put back afterwards."""
     monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
+    if ON_NEWEST:  # an older line is tried by the operator's word, and the doctor was asked under it
+        monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
     monkeypatch.setenv("ROSE_CORES", "")  # what becomes of it is undone with it
     monkeypatch.setattr(compat, "_refused", None)
     monkeypatch.setattr(compat, "_refusal", None)
@@ -298,6 +299,19 @@ def test_what_moved_within_the_line_is_said_by_its_name(
         "Scheduler.finish_requests lacks request_ids, finished_status",
         "BlockPool._maybe_evict_cached_block is gone",
     ]
+
+
+@pytest.mark.skipif(ON_NEWEST, reason="asks what an older line of vLLM refuses")
+@pytest.mark.parametrize(("name", "by"), [("state", "untried_line"), ("lora", "lora")])
+def test_what_has_not_run_on_this_line_is_refused_without_the_operators_word(
+    models: Path, plugin: pytest.MonkeyPatch, name: str, by: str
+) -> None:
+    plugin.delenv("ROSE_ALLOW_UNMEASURED")
+    case = BY_NAME[name]
+    answer = doctor.judge_engine("serving", command(models, case))
+    assert answer.rows[0].row == by
+    assert answer.support == ("refused" if by == "untried_line" else case.expected[0])
+    assert decided_by_the_plugin(models, case, plugin)[0] == answer.support
 
 
 @newest_only
