@@ -31,6 +31,7 @@ TRIED: dict[str, frozenset[str]] = {
             "logits_processors",
             "lora",
             "mla",
+            "multimodal",
             "pipeline_parallel",
             "prompt_embeds",
             "sliding_window",
