@@ -33,6 +33,20 @@ MAX_FILES = 4
 """Where nobody says otherwise."""
 
 
+class Flushed:
+    """A log that is written now and then."""
+
+    def __init__(self, log: DecisionLog) -> None:
+        self.record, self.roll, self.close = log.record, log.roll, log.close
+        self._log, self._flushed_s = log, 0.0
+
+    def tick(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._flushed_s >= FLUSH_EVERY_S:
+            self._flushed_s = now_s
+            self._log.flush()
+
+
 class ProtocolLog:
     """See the module.
 
@@ -43,15 +57,9 @@ class ProtocolLog:
 
     def __init__(self, role: str, book: Any) -> None:
         self._book = book
-        self._log: DecisionLog | None = None
-        self._flushed_s = 0.0
         self._before: object = None
-        folder = os.environ.get(ENV_DECISIONS)
-        if folder:
-            try:
-                self._log = _open(folder, role, book)
-            except Exception as error:  # noqa: BLE001  # no log is no reason not to serve
-                logger.error("ROSE: no decision log: %r", error)
+        log = open_log(role, book)
+        self._log = Flushed(log) if log is not None else None
 
     def handle(self, event: Any) -> list[Any]:
         """One event through the door; what has to be done, in order."""
@@ -61,15 +69,24 @@ class ProtocolLog:
             if after != self._before or any(type(action) is not Reserve for action in actions):
                 self._before = after
                 self._log.record(event, actions)
-            now_s = time.monotonic()
-            if now_s - self._flushed_s >= FLUSH_EVERY_S:
-                self._flushed_s = now_s
-                self._log.flush()
+            self._log.tick()
         return actions
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+
+def open_log(role: str, book: Any) -> DecisionLog | None:
+    """The log that an operator has asked for; None: nobody has, or it cannot be begun."""
+    folder = os.environ.get(ENV_DECISIONS)
+    if not folder:
+        return None
+    try:
+        return _open(folder, role, book)
+    except Exception as error:  # noqa: BLE001  # no log is no reason not to serve
+        logger.error("ROSE: no decision log: %r", error)
+        return None
 
 
 def _open(folder: str, role: str, book: Any) -> DecisionLog:

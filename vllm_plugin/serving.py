@@ -27,6 +27,7 @@ from typing import Any
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.policy.compat import Row, row
+from rose.policy.coserving.loans import LoanBook
 from rose.policy.coserving.search import LoanSearch
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
@@ -34,6 +35,7 @@ from vllm_plugin import compat, internals
 from vllm_plugin.board import Board
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.ghost import GhostCache
+from vllm_plugin.loan_log import LoanLog
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Trouble
@@ -141,6 +143,9 @@ class ServingSide:
             lease=self._lease,
             pagers=self._pagers,
             trouble=trouble,
+            loans=LoanLog(
+                LoanBook(plan.num_blocks, plan.chunk_blocks, plan.num_chunks, plan.chunk_pages), self.steps
+            ),
             idle=self.hooks.idle,
         )
         self.before_schedule, self.after_schedule = self.hooks.before_schedule, self.hooks.after_schedule

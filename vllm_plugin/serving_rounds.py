@@ -1,6 +1,6 @@
 """Production's background thread, once a round: read the shared files, tell the book, do what it says.
 
-What is decided there is in :class:`~rose.policy.coserving.serving.ServingBook`.
+What is decided there is in :class:`~rose.policy.coserving.serving.ServingBook` and :class:`~rose.policy.coserving.loans.LoanBook`.
 
 Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` falls.
 Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
@@ -27,12 +27,14 @@ from rose.policy.coserving.events import (
     Stranded,
     Use,
 )
+from rose.policy.coserving.loans import AgentSaid
 from rose.policy.coserving.search import LoanSearch
-from rose.policy.coserving.serving import ServingBook, lendable_chunks
+from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
 from vllm_plugin import compat
 from vllm_plugin.board import Board
+from vllm_plugin.loan_log import LoanLog
 from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Peers, Trouble, require_own
 from vllm_plugin.prefix_watch import PrefixWatch
@@ -67,6 +69,7 @@ class ServingRounds:
         lease: LentLease,
         pagers: PagerChannel,
         trouble: Trouble,
+        loans: LoanLog,
         idle: Callable[[], None],
     ) -> None:
         self._path, self._elastic, self._idle = directory.path, elastic, idle
@@ -74,7 +77,7 @@ class ServingRounds:
         self._prefixes, self._learner, self._board = prefixes, learner, board
         self._lease, self._pagers, self._trouble = lease, pagers, trouble
         self._node, self._peers = directory.node(), Peers(directory, trouble)
-        self._door = ProtocolLog("serving", book)
+        self._door, self._loans = ProtocolLog("serving", book), loans
         self._max_loss = 0.0
 
     def round(self) -> None:
@@ -106,8 +109,12 @@ class ServingRounds:
         self._tell(PeerCounted(at_s=time.monotonic(), pages=peer_pages))
         seam.stranded = book.stranded
         missing = book.missing_from(seam.target_chunks)
-        if seam.mapped or (missing and self._search.may_find_more(time.monotonic(), self._prefixes.offered)):
+        if seam.mapped or (missing and self._is_worth_a_look()):
             seam.call_when_idle(self._idle)
+        self._loans.round()
+
+    def _is_worth_a_look(self) -> bool:
+        return self._loans.may_find_more(time.monotonic(), self._prefixes.offered, self._search)
 
     def _tell(self, event: ServingEvent) -> None:
         """Tell the book, and do what it says."""
@@ -178,14 +185,17 @@ class ServingRounds:
         self._max_loss = max(0, node.max_loss_ppm) / 1e6
         if not self._elastic:
             return 0
-        return lendable_chunks(
-            mode=node.mode,
-            lend_pages=node.lend_pages,
-            floor_pages=node.floor_pages,
-            node_age_s=(time.monotonic_ns() - node.heartbeat_ns) / NS_PER_S,
-            num_chunks=self._book.chunks.num_chunks,
-            chunk_pages=self._book.chunk_pages,
+        now_ns = time.monotonic_ns()
+        return self._loans.lendable(
+            AgentSaid(
+                at_s=now_ns / NS_PER_S,
+                mode=int(node.mode),
+                lend_pages=node.lend_pages,
+                floor_pages=node.floor_pages,
+                node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
+            )
         )
 
     def close(self) -> None:
         self._door.close()
+        self._loans.close()

@@ -17,6 +17,7 @@ from rose.policy import lending, lending_events
 from rose.policy import provisioning_events as pe
 from rose.policy import turn_events as te
 from rose.policy.coserving import events as ce
+from rose.policy.coserving import loans as le
 from rose.policy.coserving.rollout import RolloutBook
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.provisioning import Provisioning
@@ -115,8 +116,10 @@ ROLLOUT = EventFormat(
     "rollout", RolloutBook, get_args(ce.RolloutEvent), get_args(ce.RolloutAction), always_check=True
 )
 """The same of the rollout engine beside it."""
+LOANS = EventFormat("loans", le.LoanBook, get_args(le.LoanEvent), get_args(le.LoanAction), always_check=True)
+"""What production's engine lends by the agent's word, looks for, and claims back before a step."""
 PROVISIONING = EventFormat(
     "provisioning", Provisioning, get_args(pe.Event), get_args(pe.Action), always_check=True
 )
 """Which device works for which job: the scheduler's."""
-FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING, SERVING, ROLLOUT, PROVISIONING)}
+FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING, SERVING, ROLLOUT, LOANS, PROVISIONING)}

@@ -44,10 +44,10 @@ from rose.policy import (
     turns,
     worker,
 )
-from rose.policy.coserving import chunks, rollout, serving
+from rose.policy.coserving import chunks, first_tokens, loans, rollout, serving, steps
 
 _MODULES = (
-    *(chunks, rollout, serving),
+    *(chunks, first_tokens, loans, rollout, serving, steps),
     *(
         affinity,
         baselines,

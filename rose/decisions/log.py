@@ -4,8 +4,9 @@
 on with ``[event, actions]`` (``rose.decisions.event_format``); so each file replays by itself, and old ones can be
 dropped.  A file is closed at ``max_bytes``, and the newest ``max_files`` are kept.
 
-Two shells keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes; ``provisioning-N.rose``: which
-device works for which job), and the node agent where its configuration says (``lending-NODE-N.rose``: what the device lends).
+Shells that keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes; ``provisioning-N.rose``: which
+device works for which job); the node agent where its configuration says (``lending-NODE-N.rose``: what the device lends); and engines where
+``ROSE_DECISIONS`` says (``vllm_plugin.protocol_log``: which chunks; ``vllm_plugin.loan_log``: what else decides on a loan).
 
 No shell's memory (the scheduler's is ``rose.scheduler.journal``): nothing waits for this log, it is written when
 the clock ticks, and a full disk ends it with one line in the log.  It holds no token and no log-prob, only how

@@ -21,12 +21,13 @@ class LoanSearch:
     """See the module.
 
     Attributes:
+        none_left: When a look has seen everything there was, and what it was offered; None: none has, or blocks have come free since.
         goes_on: The last look ran out of its time before it had found enough or seen everything.
     """
 
     def __init__(self) -> None:
         self.goes_on = False
-        self._none_left: tuple[float, Offer] | None = None
+        self.none_left: tuple[float, Offer] | None = None
 
     def looked(self, at_s: float, offered: Offer, *, num_missing: int, none_left: bool) -> None:
         """A look has ended.
@@ -36,16 +37,16 @@ class LoanSearch:
             num_missing: Chunks that it was to find and did not.
             none_left: It has seen everything there is.
         """
-        self._none_left = (at_s, offered) if none_left else None
+        self.none_left = (at_s, offered) if none_left else None
         self.goes_on = num_missing > 0 and not none_left
 
     def freed(self) -> None:
         """Blocks have come free since."""
-        self._none_left = None
+        self.none_left = None
 
     def may_find_more(self, at_s: float, offered: Offer) -> bool:
         """Would a look with this offer see anything that the last one did not?"""
-        found = self._none_left
+        found = self.none_left
         if found is None:
             return True
         looked_s, then_offered = found

@@ -50,6 +50,8 @@ class StepBook:
         first_tokens: Who waits for a first token, and how many came late.
         long_steps: Steps that took longer than a token was promised, of those that somebody waited for with tokens before.
         drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
+        decided: Where a decision log is kept: the numbers of each claim and each room for a loan that differs from the one before
+            (:func:`rose.policy.coserving.loans.of_step`).  The background thread takes them out.
         fixed: The loan is a fixed split: nothing of it is claimed back.
     """
 
@@ -67,6 +69,8 @@ class StepBook:
         self.long_steps = 0
         self.drafts_per_decode = 0.0
         self.fixed = False
+        self.decided: deque[tuple[int, ...]] | None = None
+        self._room: tuple[int, ...] = ()
         self._chunk_blocks = chunk_blocks
         self._stages = stages
         self._in_flight: deque[tuple[int, int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
@@ -99,12 +103,16 @@ class StepBook:
         if chunks == self.claim_chunks:
             return False
         self.claim_chunks = chunks
+        if self.decided is not None:
+            self.decided.append((lent_chunks, free_blocks, waiting_blocks, chunks, self.pressure_seq))
         return True
 
     def withdraw(self) -> None:
         """Who asked is gone, and no step looks at the queue before the next request comes."""
         self.claim_chunks = 0
         self.under_pressure = False
+        if self.decided is not None:
+            self.decided.append((0, self.pressure_seq))
 
     def to_lend(self, target_chunks: int, lent_chunks: int, *, came_back: bool = False) -> int:
         """How many more chunks may leave the block pool before this step, if they are free.
@@ -114,7 +122,13 @@ class StepBook:
         """
         if self.under_pressure or came_back:
             return 0
-        return max(0, target_chunks - lent_chunks)
+        chunks = max(0, target_chunks - lent_chunks)
+        if chunks and self.decided is not None:
+            room = (target_chunks, lent_chunks, chunks)
+            if room != self._room:
+                self._room = room
+                self.decided.append(room)
+        return chunks
 
     def needed_chunks(self, usable_chunks: int) -> int:
         """What serving must come to hold while it claims memory, else 0."""
