@@ -21,7 +21,10 @@ one that may run, so that production tells it of every step.
 ``--engine KIND``: of a scheduler, and of servers, that have more switched on (``benchmarks/lib/engine_kinds.py``): drafts that every step
 verifies, adapters, groups of sliding windows, or several engine cores, of which each has a scheduler as a plain one's (the first is stepped).
 
-**End to end** (``end``): see :mod:`benchmarks.coserving.overhead_end`; ``--no-end`` leaves it out.
+**End to end** (``end``): see :mod:`benchmarks.coserving.overhead_end`, with its bar and its number of servers; ``--no-end`` leaves it out::
+
+    python benchmarks/coserving/overhead.py --engine lora --json out/overhead-lora.json    # eight servers with ROSE and eight without
+    python benchmarks/coserving/overhead.py --engine lora --quick --json out/overhead-lora.json    # does it run?
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from benchmarks.coserving.overhead_end import SERVERS, end_to_end
 from benchmarks.lib.engine_kinds import KINDS, PLAIN, Kind
 from benchmarks.lib.report import write
 from rose.evaluation.statistics import median_ratio, percentile
@@ -67,9 +71,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--engine", choices=KINDS, default=PLAIN, help="what production has switched on")
     parser.add_argument("--no-end", action="store_true", help="leave out the servers (end to end)")
-    parser.add_argument("--rounds", type=int, default=24, help="of the servers, each serving once per round")
+    parser.add_argument("--servers", type=int, default=SERVERS, help="with ROSE, and as many without: even")
+    parser.add_argument("--rounds", type=int, default=8, help="of four servers, each serving once per round")
+    parser.add_argument(
+        "--quick", action="store_true", help="does it run: 100 steps, two servers of each kind, two rounds"
+    )
     parser.add_argument("--traced", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.servers < 2 or args.servers % 2:
+        parser.error("--servers: two are up at once")
+    if args.quick:
+        args.steps, args.servers, args.rounds = 100, 2, 2
     # tmpfs, as in production: on a disk a write may wait for the disk.
     with tempfile.TemporaryDirectory(prefix="rose-overhead-", dir="/dev/shm") as folder:
         if args.traced:
@@ -82,9 +94,7 @@ def main() -> int:
     details |= calls
     _keep(args.json, summary, details, counted)
     if not args.no_end:
-        from benchmarks.coserving.overhead_end import end_to_end
-
-        end, details["end"] = end_to_end(args.requests, args.rounds, KINDS[args.engine])
+        end, details["end"] = end_to_end(args.requests, args.servers, args.rounds, KINDS[args.engine])
         _keep(args.json, summary, details, end)
     print(f"limit: hook_p99_us, cold_p99_us <= {LIMIT_US:.0f}, blocking_calls 0, waits 0, faults_per_step 0")
     print(args.json)

@@ -1,13 +1,16 @@
 """End to end: vLLM's own server against the same server with ROSE in role ``serving`` and nothing harvested.
 
-Two servers of each kind, because two processes of the same program differ by what the kernel and the allocator gave them.  All four serve
-the same load in turn, one after the other in each round; those whose turn it is not are stopped (SIGSTOP), or their workers would spin on
-the core.  A turn is one request with as many prompts as the step has room for, all decoded together: what is timed is the whole way
-through API server, engine core, worker and back, on one core, with a real model.  A node agent's file says ``observe``.
+Processes of the same program differ by several per cent, by what the kernel and the allocator gave them, so what is counted is servers:
+:data:`SERVERS` of each kind.  Two of each are up at once and serve the same load in turn, one after the other in each round; those whose turn it is not are
+stopped (SIGSTOP), or their workers would spin on the core.  Then they end and the next four start.  A turn is one request with as many
+prompts as the step has room for, all decoded together: what is timed is the whole way through API server, engine core, worker and back, on one core, with
+a real model.  A node agent's file says ``observe``.
 
-- ``end_ratio``: time of a turn with ROSE over without, both servers of a kind together, paired by round; ``end_aa_ratio``: the two stock
-  servers against each other, ``end_bb_ratio``: the two with ROSE.
+- ``end_ratio``: time of a turn with ROSE over without, one number for each pair of servers that were up together (the median of its
+  rounds); the median of the pairs, its interval over pairs.  ``end_aa_ratio``: the same of pairs of stock servers, ``end_bb_ratio``: of pairs with ROSE, half as many.
 - ``end_cpu_ratio``: the same of the CPU time of all processes of the server: what a core that is not full would not show.
+- ``end_bar``: what ``end_ratio`` may be: :data:`MOST`, or what equal servers show here (the far ends of the intervals of A/A and B/B), whichever is more.
+  ``end_limit_met`` is null where fewer than :data:`SERVERS` of each kind have run.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ from benchmarks.lib.engine_kinds import Kind
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 20, 40
 PAUSE_S = 0.05
-STOCK, ROSE = ("stock_1", "stock_2"), ("rose_1", "rose_2")
+SERVERS = 8
+"""Of each kind, for a verdict."""
+MOST = 1.01
 
 
-def end_to_end(num_requests: int, num_rounds: int, kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Flat summary and details."""
-    from tests.engine_launcher import EngineServer
+def end_to_end(
+    num_requests: int, num_servers: int, num_rounds: int, kind: Kind
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flat summary and details of ``num_servers`` (an even number) of each kind, ``num_rounds`` turns of each server."""
     from tests.tiny_model import write_tiny_model
 
     args = (
@@ -40,12 +46,9 @@ def end_to_end(num_requests: int, num_rounds: int, kind: Kind) -> tuple[dict[str
         f"--kv-cache-memory-bytes={256 << 20}",
         "--no-enable-prefix-caching",
     )
-    seconds: dict[str, list[float]] = {name: [] for name in (*STOCK, *ROSE)}
-    cpu_s: dict[str, list[float]] = {name: [] for name in seconds}
-    with (
-        tempfile.TemporaryDirectory(prefix="rose-overhead-", dir="/dev/shm") as text,
-        contextlib.ExitStack() as stack,
-    ):
+    seconds: dict[str, list[float]] = {}
+    cpu_s: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="rose-overhead-", dir="/dev/shm") as text:
         folder = Path(text)
         write_tiny_model(
             folder / "plain",
@@ -56,30 +59,50 @@ def end_to_end(num_requests: int, num_rounds: int, kind: Kind) -> tuple[dict[str
             vocab_size=2000,
         )
         model, more = kind.prepare(folder / "plain", folder)
-        args = (*args, *more)
+        for first in range(0, num_servers, 2):
+            names = [f"{what}_{first + one}" for one in range(2) for what in ("stock", "rose")]
+            took = _four(names, folder, model, (*args, *more), kind, num_requests, num_rounds)
+            seconds |= {name: [one for one, _ in found] for name, found in took.items()}
+            cpu_s |= {name: [one for _, one in found] for name, found in took.items()}
+    return summary(seconds, cpu_s), {"seconds": seconds, "cpu_s": cpu_s}
+
+
+def _four(
+    names: list[str],
+    folder: Path,
+    model: Path,
+    args: tuple[str, ...],
+    kind: Kind,
+    num_requests: int,
+    num_rounds: int,
+) -> dict[str, list[tuple[float, float]]]:
+    """Start these servers, time their turns (:func:`_turn`), end them."""
+    from tests.engine_launcher import EngineServer
+
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
         servers: dict[str, Any] = {}
-        for name in seconds:
-            env = {"ROSE_DIR": str(folder / name)} if name in ROSE else {}
-            for one in _directories(folder / name, kind) if name in ROSE else []:
+        for name in names:
+            ours = name.startswith("rose")
+            env = {"ROSE_DIR": str(folder / name)} if ours else {}
+            for one in _directories(folder / name, kind) if ours else []:
                 _agents_file(one, stack)
-            role = "serving" if name in ROSE else None
+            role = "serving" if ours else None
             servers[name] = stack.enter_context(EngineServer(model, role=role, env=env, args=args))
             # One that is stopped would not hear that it shall end.
             stack.callback(_signal, servers[name], signal.SIGCONT)
             print(f"{name} answers after {servers[name].start_s:.0f} s", flush=True)
             _turn(servers[name], num_requests, kind)
             _signal(servers[name], signal.SIGSTOP)
-        names = list(servers)
         for number in range(num_rounds):
-            for name in names[number % 4 :] + names[: number % 4]:
-                took_s, used_s = _turn(servers[name], num_requests, kind)
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                took[name].append(_turn(servers[name], num_requests, kind))
                 _signal(servers[name], signal.SIGSTOP)
-                seconds[name].append(took_s)
-                cpu_s[name].append(used_s)
-        for name in ROSE:
-            for one in _directories(folder / name, kind):
+        for name in names:
+            for one in _directories(folder / name, kind) if name.startswith("rose") else []:
                 _require_in_force(one)
-    return _summary(seconds, cpu_s), {"seconds": seconds, "cpu_s": cpu_s}
+    return took
 
 
 def _directories(path: Path, kind: Kind) -> list[Path]:
@@ -152,24 +175,30 @@ def _cpu_s(server: Any) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in server.processes())
 
 
-def _summary(seconds: dict[str, list[float]], cpu_s: dict[str, list[float]]) -> dict[str, Any]:
+def summary(seconds: dict[str, list[float]], cpu_s: dict[str, list[float]]) -> dict[str, Any]:
+    """Of each server's turns, in order: ``stock_0``, ``rose_0``, ``stock_1``, ...; 0 and 1 were up together, 2 and 3, and so on."""
     from rose.evaluation.statistics import median_ratio
 
-    wall = {name: np.array(each) for name, each in seconds.items()}
-    cpu = {name: np.array(each) for name, each in cpu_s.items()}
-    summary: dict[str, Any] = {
-        "end_rounds": len(seconds[STOCK[0]]),
-        "end_token_ms": float(np.median(wall[STOCK[0]])) / OUTPUT_TOKENS * 1e3,
+    num_servers = len(seconds) // 2
+    ours = [(f"rose_{one}", f"stock_{one}") for one in range(num_servers)]
+    stock = [(f"stock_{one + 1}", f"stock_{one}") for one in range(0, num_servers, 2)]
+    both = [(f"rose_{one + 1}", f"rose_{one}") for one in range(0, num_servers, 2)]
+    found: dict[str, Any] = {
+        "end_servers": num_servers,
+        "end_rounds": len(seconds["stock_0"]),
+        "end_token_ms": float(np.median(seconds["stock_0"])) / OUTPUT_TOKENS * 1e3,
     }
-    pairs = {
-        "end_ratio": (wall[ROSE[0]] + wall[ROSE[1]], wall[STOCK[0]] + wall[STOCK[1]]),
-        "end_aa_ratio": (wall[STOCK[1]], wall[STOCK[0]]),
-        "end_bb_ratio": (wall[ROSE[1]], wall[ROSE[0]]),
-        "end_cpu_ratio": (cpu[ROSE[0]] + cpu[ROSE[1]], cpu[STOCK[0]] + cpu[STOCK[1]]),
-        "end_cpu_aa_ratio": (cpu[STOCK[1]], cpu[STOCK[0]]),
-    }
-    for name, (above, below) in pairs.items():
-        value, low, high = median_ratio(above, below)
-        summary |= {name: value, f"{name}_low": low, f"{name}_high": high}
-    summary["end_limit_met"] = summary["end_ratio_low"] <= 1.0 <= summary["end_ratio_high"]
-    return summary
+    for name, pairs, of in (
+        ("end_ratio", ours, seconds),
+        ("end_aa_ratio", stock, seconds),
+        ("end_bb_ratio", both, seconds),
+        ("end_cpu_ratio", ours, cpu_s),
+        ("end_cpu_aa_ratio", stock, cpu_s),
+    ):
+        each = np.array([np.median(np.array(of[above]) / np.array(of[below])) for above, below in pairs])
+        value, low, high = median_ratio(each, np.ones(len(each)))
+        found |= {name: value, f"{name}_low": low, f"{name}_high": high}
+    ends = [found[f"{name}_ratio_{end}"] for name in ("end_aa", "end_bb") for end in ("low", "high")]
+    found["end_bar"] = max(MOST, *(max(end, 1.0 / end) for end in ends))
+    found["end_limit_met"] = found["end_ratio"] <= found["end_bar"] if num_servers >= SERVERS else None
+    return found
