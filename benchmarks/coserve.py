@@ -4,7 +4,7 @@
 Two vLLM engines on one core: production under open-loop traffic, and a rollout engine that always has more to do than it
 can.  The arms (see ``coserving/plan.py``) alternate in blocks of some ten seconds in one run of the same two
 engines, because machines drift; every arm serves the same requests.  ``--quick`` is five arms and ends within
-four minutes; a long measurement is several runs, pooled::
+four minutes, eight with two engine cores; a long measurement is several runs, pooled::
 
     python benchmarks/coserve.py --quick --json out/coserve.json
     python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
@@ -81,6 +81,8 @@ NUM_TRAJECTORIES = 16
 KV_CACHE_BYTES = 192 * 2**20
 """Of each engine: 96 blocks.  As in a fleet, a burst that production serves alone does not fill its cache."""
 SLO_TTFT_MS = 1000.0
+QUICK_MINUTES = 3.5
+"""For each engine core of production: on a loaded machine most of it is their start."""
 MAX_LATE_S = 0.5
 """A block in which this process did not run for longer is no measurement of that arm."""
 
@@ -121,7 +123,11 @@ def _arguments() -> argparse.Namespace:
     add("--slo-ttft-ms", type=float, help="default 1000; tight: what its prompts take alone, over 0.87")
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
-    add("--minutes", type=float, help="start no further block after this long (--quick: 3.5)")
+    add(
+        "--minutes",
+        type=float,
+        help="start no further block after this long, engines' start included (--quick: 3.5 for each engine core)",
+    )
     add(
         "--run",
         type=int,
@@ -144,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     args.arms = ["alone_1", "alone_2", *(arm for arm in given if not arm.startswith("alone"))]
     if args.quick:
         args.segments = max(args.segments, 2)
-        args.minutes = args.minutes or 3.5
+        args.minutes = args.minutes or QUICK_MINUTES * KINDS[args.engine].num_cores
     return args
 
 
@@ -283,6 +289,10 @@ async def _run(
         await world.enter(ARMS[ALONE_1])  # no request waits for rollouts that nobody measures
         await answered(world.plan.records_path, schedule.num_requests(passed))
         await supervisor.stop("traffic")
+    if not blocks:
+        raise ConfigError(
+            "no block was measured: time was up, or this machine late", field="--minutes", fix="raise it"
+        )
     return blocks
 
 

@@ -18,6 +18,7 @@ from benchmarks.coserving.analysis import unanswered
 from benchmarks.coserving.plan import SOLO, Arm, Prefix, Schedule, Timing, make_schedule
 from benchmarks.coserving.world import answered
 from rose.demo.ui import Stages
+from rose.errors import ConfigError
 from rose.evaluation.arms import RequestLatency
 from rose.evaluation.arrivals import Arrival
 
@@ -119,6 +120,27 @@ async def test_rollouts_alone_have_all_the_memory_when_production_has_answered(
 
     assert world.answered.get(SOLO) == (4 if measured else None)
     assert [block.arm for block in blocks] == [*ARMS, SOLO][: 3 if measured else 2]
+
+
+async def test_a_run_that_has_measured_nothing_says_so(tmp_path: Path) -> None:
+    plan = schedule()
+    sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.0)
+    with pytest.raises(ConfigError, match=r"--minutes: no block was measured"):
+        await coserve._run(
+            argparse.Namespace(minutes=1e-9, run=0),
+            World(sender.records),  # type: ignore[arg-type]
+            sender,  # type: ignore[arg-type]
+            plan,
+            Stages(Console(quiet=True)),
+        )
+
+
+@pytest.mark.parametrize(("engine", "minutes"), [("plain", 3.5), ("dp2", 7.0)])
+def test_a_quick_run_has_time_for_each_engine_core_to_start(
+    monkeypatch: pytest.MonkeyPatch, engine: str, minutes: float
+) -> None:
+    monkeypatch.setattr("sys.argv", ["coserve.py", "--quick", "--engine", engine])
+    assert coserve._arguments().minutes == minutes
 
 
 async def test_who_never_answers_is_not_waited_for_for_ever(tmp_path: Path) -> None:
