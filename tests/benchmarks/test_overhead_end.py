@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.coserving.overhead_end import MOST, SERVERS, summary
+from benchmarks.coserving.overhead_end import LOUD, MOST, SERVERS, summary
 
 
 def turns(num_servers: int, cost: float, spread: float, rounds: int = 6) -> dict[str, list[float]]:
@@ -34,7 +34,9 @@ def test_a_cost_above_what_equal_servers_show_is_found(cost: float, met: bool) -
 def test_the_bar_is_not_below_the_noise() -> None:
     quiet, loud = (turns(SERVERS, 1.0, spread) for spread in (0.0, 0.2))
     assert summary(quiet, quiet)["end_bar"] == MOST
-    assert summary(loud, loud)["end_bar"] > 1.05
+    assert summary(quiet, quiet)["end_limit_met"]
+    assert summary(loud, loud)["end_bar"] > LOUD
+    assert summary(loud, loud)["end_limit_met"] is None
 
 
 def test_fewer_servers_give_no_verdict() -> None:
