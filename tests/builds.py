@@ -20,7 +20,8 @@ def copy_of_the_build(folder: Path, *, file: str = "", old: str = "", new: str =
     (folder / "tests").mkdir()
     for name in ("__init__.py", "engine_launcher.py", "tiny_model.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
-    shutil.copytree(ROOT / "tests" / "plugin", folder / "tests" / "plugin", ignore=ignore)
+    for package in ("pair", "plugin"):
+        shutil.copytree(ROOT / "tests" / package, folder / "tests" / package, ignore=ignore)
     if file:
         text = (folder / file).read_text()
         if text.count(old) != 1:
