@@ -6,7 +6,7 @@ production, a burst that wants most of its memory back in every case, and rollou
 
 - ``alone`` (mode off) and ``lent`` (nothing happens): what production's clients see without a fault.
 - ``kill`` and ``stop`` (SIGSTOP, SIGCONT after 0.2 to 6 s) of ``agent``, ``engine`` (the rollout engine's API server), ``core``,
-  ``worker`` and ``sentinel``.
+  ``worker`` and ``sentinel``; ``kill keepers``: agent, guard and sentinel at once, who would each have ended the engine.
 - ``freeze v1`` and ``freeze v2``: agent and engine together by their cgroup, as ``docker pause`` does it, for 0.2 to 6 s.
 - ``unlink``, ``truncate``, ``garbage``, ``chmod`` of each shared file, ``rmdir`` (the whole directory), ``full`` (its tmpfs has no
   byte left, and one of its files is deleted).
@@ -65,6 +65,7 @@ KILLS = 20
 FILE_FAULTS = 3
 PROCESSES = ("sentinel", "core", "agent", "engine", "worker")
 """In an order in which a new sentinel comes with a new engine soon after one was killed: by itself it takes half a minute."""
+KEEPERS = "keepers"
 FILES = (
     "node.state",
     *("serving.lease", "serving.board", "serving.chunks", "serving.rank0"),
@@ -146,7 +147,7 @@ def plan(kills: int = KILLS, file_faults: int = FILE_FAULTS) -> list[Case]:
     """Every case, all kinds in turn, so that a part of it says something about each."""
     often = [("alone", ""), ("lent", "")]
     often += [pair for who in PROCESSES for pair in (("kill", who), ("stop", who))]
-    often += [("freeze", "v1"), ("freeze", "v2")]
+    often += [("freeze", "v1"), ("freeze", "v2"), ("kill", KEEPERS)]
     files = [(what, file) for what in ("unlink", "chmod", "truncate", "garbage") for file in FILES]
     files += [("rmdir", ""), ("full", "")]
     rounds: list[Case] = []
@@ -158,8 +159,12 @@ def plan(kills: int = KILLS, file_faults: int = FILE_FAULTS) -> list[Case]:
 
 def promised_s(case: Case, status: dict[str, Any]) -> float:
     """Until all memory is back, by the agent's own reckoning when the fault is made."""
-    silence_s = SILENCE_S if case.whom == "agent" or case.what == "freeze" else 0.0
+    silence_s = SILENCE_S if _agent_is_deaf(case) else 0.0
     return silence_s + float(status["lending"]["worst_reclaim_s"])
+
+
+def _agent_is_deaf(case: Case) -> bool:
+    return case.whom in ("agent", KEEPERS) or case.what == "freeze"
 
 
 class Run:
@@ -207,7 +212,7 @@ class Run:
             await pair.until(pair.all_back, "production has all its memory")
             return
         await pair.lend()
-        if case.whom == "sentinel" or case.what in ("stop", "freeze"):
+        if case.whom in ("sentinel", KEEPERS) or case.what in ("stop", "freeze"):
             await pair.until(lambda: pair.pid_of("sentinel") is not None, "there is a sentinel", SENTINEL_S)
 
     async def _do(self, case: Case, rng: random.Random, found: Found) -> None:
@@ -219,7 +224,7 @@ class Run:
         pair = self.pair
         hold_s = rng.uniform(*HOLD_S) if case.what in ("stop", "freeze") else 0.0
         burst_s = rng.uniform(0.0, NEXT_S)
-        agent_hears = case.whom != "agent" and case.what != "freeze"
+        agent_hears = not _agent_is_deaf(case)
         began_s = time.monotonic()
         undo = await asyncio.to_thread(self._fault, case, rng)
         tasks: list[asyncio.Task[Any]] = []
@@ -306,12 +311,18 @@ class Run:
         return lambda: None
 
     def _signal(self, case: Case) -> Callable[[], object]:
-        pid = self.pair.pid_of(case.whom)
-        if pid is None:
-            raise TimeoutError(f"there is no {case.whom}")
-        handle = ProcessHandle(pid)  # its number may be another's when it goes on
-        handle.send(signal.SIGKILL if case.what == "kill" else signal.SIGSTOP)
-        return lambda: handle.send(signal.SIGCONT)
+        whom = ("agent", "guard", "sentinel") if case.whom == KEEPERS else (case.whom,)
+        handles: list[ProcessHandle] = []
+        for who in whom:
+            pid = self.pair.pid_of(who)
+            if pid is None:
+                raise TimeoutError(f"there is no {who}")
+            handles.append(ProcessHandle(pid))  # its number may be another's when it goes on
+        # Stopped first, so that none of several sees another's end.
+        for number in (signal.SIGSTOP, signal.SIGKILL) if case.what == "kill" else (signal.SIGSTOP,):
+            for handle in handles:
+                handle.send(number)
+        return lambda: [handle.send(signal.SIGCONT) for handle in handles]
 
     def _spoil(self, case: Case, rng: random.Random) -> None:
         path = self.pair.dir / case.whom

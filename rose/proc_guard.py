@@ -1,6 +1,6 @@
 """The process between a supervisor and its child: makes sure that the whole tree dies with the supervisor.
 
-Run as a script by ``rose.proc`` (``python -I -S proc_guard.py SETTINGS argv...``), never imported; standard
+Run as a script by ``rose.proc`` (``python -I -S proc_guard.py SETTINGS argv...``), imported for a name alone; standard
 library only, about 10 MB.  ``SETTINGS`` is JSON: ``parent`` pid, ``cores``, ``sched``, ``nice``, ``pid_fd``,
 ``cgroup`` (a directory for the child to join, ours to remove; or null), ``autogroup_nice`` (of our session; or null),
 ``before_kill`` (a program, run with the pids of the tree ahead of its first SIGKILL; or empty) and ``before_kill_s`` (its time).
@@ -13,7 +13,8 @@ everything below it (nothing escapes by double fork or setsid), and is told when
 - Supervisor dies, for whatever reason: everything below is killed at once.
 - Main child ends: what it left running is killed, and the guard ends with its status (128 + signal).
 - SIGTERM: passed to the main child alone.  SIGUSR2: kill everything now.
-- The guard itself is killed: the main child dies by its own parent-death signal.
+- The guard itself is killed: the main child dies by its own parent-death signal; who below it asks may learn of it, for ``ROSE_GUARD`` in
+  the environment names us (``PID:TICKS``, the second is when we began, as the kernel says it).
 - Before it kills, it gives a tree of the idle class a normal share again (``rose.proc_share``): the dying give back what others wait
   for, and on a busy core they would not get to it.
 """
@@ -30,6 +31,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PARENT_DIED = signal.SIGUSR1
 KILL_ALL = signal.SIGUSR2
 HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, PARENT_DIED, KILL_ALL}
+ENV_GUARD = "ROSE_GUARD"
 POLICIES = {"normal": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "idle": os.SCHED_IDLE}
 
 
@@ -48,6 +50,8 @@ def main() -> int:
         # Without privilege the kernel takes one such change in 100 ms, from all processes together.
         write("/proc/self/autogroup", str(settings["autogroup_nice"]), attempts=10)
     guard = os.getpid()
+    with open("/proc/self/stat") as file:
+        os.environ[ENV_GUARD] = f"{guard}:{file.read().rpartition(')')[2].split()[19]}"
     child = os.fork()
     if child == 0:
         try:

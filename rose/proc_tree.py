@@ -96,7 +96,7 @@ class GuardedTree:
     def __init__(self, guard_pid: int, share: IdleShare, guard_s: float) -> None:
         self._guard_pid, self._share, self._guard_s = guard_pid, share, guard_s
         self._guard = ProcessHandle(guard_pid)
-        self._began = _began(guard_pid)
+        self._began = began(guard_pid)
 
     def ended(self) -> bool:
         """Is nothing of it left?  Cheap while its guard lives."""
@@ -105,7 +105,7 @@ class GuardedTree:
     def processes(self) -> list[psutil.Process]:
         if self._guard.alive():
             return processes_below(self._guard_pid, guard_ended=False)
-        if _began(self._guard_pid) not in (self._began, None):
+        if began(self._guard_pid) not in (self._began, None):
             return []  # the number is another's, so nothing of the old session was left when it was given out
         return processes_below(self._guard_pid, guard_ended=True)
 
@@ -147,12 +147,18 @@ class ProcessHandle:
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
 
     def alive(self) -> bool:
         return not self.ended_within(0.0)
 
     def ended_within(self, timeout_s: float) -> bool:
-        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+        return bool(self._poll.poll(timeout_s * 1e3))
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._poll.poll()
 
     def send(self, number: signal.Signals) -> None:
         try:
@@ -171,7 +177,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _began(pid: int) -> str | None:
+def began(pid: int) -> str | None:
     """When process ``pid`` was started, in the kernel's ticks; None: there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -34,6 +34,10 @@ def register() -> None:
     try:
         from vllm_plugin import compat
 
+        if wanted == "rollout":
+            from vllm_plugin.orphans import end_with_guard
+
+            end_with_guard()
         compat.switch_on(wanted)
     except Exception:
         if wanted == "rollout":

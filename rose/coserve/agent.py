@@ -95,6 +95,7 @@ class NodeAgent(Node):
         self._step_floor = StepFloor()
         self._num_commits = 0
         self._unwanted_s: float | None = None
+        self._follows_a_dead = False
         self._core_seen_s = 0.0
         self._deadline_s: float | None = None
         self._stop = asyncio.Event()
@@ -105,7 +106,7 @@ class NodeAgent(Node):
 
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
-        take_over(self)
+        self._follows_a_dead = take_over(self)
         self._state = StateFile(self)  # first: it proves that we are the only one
         try:
             await self._run()
@@ -214,9 +215,10 @@ class NodeAgent(Node):
                 await engine.start(self.engine_size())
                 await engine.wait_exit()
             except ConfigError as error:
-                if first:
+                if first and not self._follows_a_dead:
                     raise  # wrong from the beginning: say so and end
-                engine.error = str(error)  # it ran before: what is wrong now may pass
+                # It ran before, perhaps under an agent that was killed with its engine, which holds its port until it is dead: it may pass.
+                engine.error = str(error)
                 logger.error("rollout engine: %s", error)
             except RoseError as error:
                 logger.error("rollout engine: %s", error)

@@ -21,19 +21,22 @@ TAKE_OVER_S = 600.0
 """How long the settings of an agent that was killed outlive it."""
 
 
-def take_over(node: Node) -> None:
+def take_over(node: Node) -> bool:
     """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
 
     An agent that ended by itself leaves no file, and then the configuration counts.
+
+    Returns:
+        Whether there was one.  Something of its engine may still be there.
     """
     reader = node.dir.node()
     try:
         last = reader.read()
         if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
-            return
+            return False
         mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
     except (LedgerError, ValueError, IndexError):
-        return
+        return False
     finally:
         reader.close()
     if mode != node.mode:
@@ -50,6 +53,7 @@ def take_over(node: Node) -> None:
     if node.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
         node.floor_pages = last.floor_pages
         node.slo_ttft_ms, node.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
+    return True
 
 
 class StateFile:

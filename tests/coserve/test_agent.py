@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from rose.coserve.agent import NodeAgent
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
-from rose.coserve.records import Mode, Phase, RankState
+from rose.coserve.records import Mode, NodeState, Phase, RankState
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.compat import Support
 from rose.proc import Child
@@ -323,6 +324,20 @@ async def test_a_port_that_is_taken_when_the_engine_comes_back_does_not_end_the_
     await until(lambda: agent.engine.num_starts == 2)
     await ready(device, agent)
     assert taken
+
+
+async def test_the_agent_after_a_killed_one_waits_until_the_dying_engine_has_let_go_of_the_port(
+    device: Device,
+) -> None:
+    killed = NodeDir(device.dir).node_writer()
+    killed.write(NodeState(mode=int(Mode.ON), heartbeat_ns=time.monotonic_ns()))
+    killed.close()
+    dying = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    device.produce()
+    agent = device.agent(engine={"port": dying.sockets[0].getsockname()[1], "restart_pause_s": 0.05})
+    await until(lambda: "is taken" in agent.engine.error)
+    dying.close()
+    await ready(device, agent)
 
 
 async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_damaged(

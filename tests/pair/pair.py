@@ -271,7 +271,7 @@ class Pair:
         return []
 
     def pid_of(self, who: str) -> int | None:
-        """``agent``, ``sentinel``, or of the rollout engine: ``engine`` (its API server), ``core``, ``worker``."""
+        """``agent``, ``guard``, ``sentinel``, or of the rollout engine: ``engine`` (its API server), ``core``, ``worker``."""
         if who == "agent":
             return self.agent.pid
         below = self.engine_pids()
@@ -281,6 +281,9 @@ class Pair:
                     if "rose.coserve.sentinel" in psutil.Process(pid).cmdline():
                         return pid
             return None
+        if who == "guard":
+            core = self.pid_of("core")
+            return None if core is None else os.getsid(core)
         if who == "engine":
             status = self.status()
             return None if status is None else status["engine"]["pid"]

@@ -6,12 +6,12 @@ engine's tree, the sentinel.  Scripted is what a model would be: vLLM's schedule
 (:class:`ForkedPopen`), so that a kill and what comes after it cost milliseconds.
 
 Faults, seeded: SIGKILL, or SIGSTOP and SIGCONT some time later, of ``engine`` (its API server), ``core`` and ``worker``, several at once too,
-and of ``agent``, ``guard`` and ``sentinel``, one of them at a time (:data:`KEEPERS`).  Whoever supervises an agent starts it
+and of ``agent``, ``guard`` and ``sentinel``, all three at once (:data:`KEEPERS`).  Whoever supervises an agent starts it
 again; nobody does anything else.  Between faults production has bursts that want all of its memory.  Now and then the storm stands still: then production gets everything back, and after its burst the next
 engine gets its loan.
 
-Limits: never a page more than the device has, no error in production, everything back and lent again at each stand-still, no process left at
-the end.
+Limits: never a page more than the device has, no error in production; at each stand-still everything back and lent again, and no core stays that
+is nobody's; no process left at the end.
 
     python -m tests.plugin.storm --faults 3000
 """
@@ -57,13 +57,13 @@ from rose.units import PAGE_BYTES
 from tests.pair.memory import resident_pages
 from tests.plugin.scripted_vllm import TOTAL_PAGES, Block, Core, Scheduler, without_vllm
 from vllm_plugin.memory import ChunkPlan, Pager
+from vllm_plugin.orphans import end_with_guard
 from vllm_plugin.roles import ENV_DIR, ENV_ENGINE
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
 KEEPERS = ("agent", "guard", "sentinel")
-"""Each ends the engine where the others cannot.  Of one engine's only one is down at a time: all three together leave a core that nobody
-ends, whose lease keeps the next engine out."""
+"""Each ends the engine where the others cannot; at the end of each stand-still all of them are killed, while memory is lent."""
 VICTIMS = (*KEEPERS, "engine", "core", "worker")
 ENV_REGISTER = "STORM_REGISTER"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -198,6 +198,7 @@ def engine(argv: Sequence[str]) -> int:
 
 
 def rollout_core() -> NoReturn:
+    end_with_guard()
     os.environ[ENV_ENGINE] = str(secrets.randbits(62))
     born("core")
     ready, told = os.pipe()
@@ -216,6 +217,7 @@ def rollout_core() -> NoReturn:
 
 
 def rollout_worker(told: int) -> NoReturn:
+    end_with_guard()
     libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # vLLM's workers see a pipe close
     plan = ChunkPlan.of(Scheduler().kv_cache_config)
     pager = Pager(NodeDir(os.environ[ENV_DIR]), "rollout", 0, plan, guard=True)
@@ -388,17 +390,9 @@ class Storm:
     def _living(self) -> list[tuple[str, int]]:
         return [(role, pid) for role in VICTIMS for pid in sorted(self._pids(role))]
 
-    def _fit(self) -> list[tuple[str, int]]:
-        """Who may be killed or stopped now."""
-        living, down = self._living(), {pid for _, pid in self._thaw}
-        keepers = [pid for role, pid in living if role in KEEPERS]
-        if len(keepers) == len(KEEPERS) and down.isdisjoint(keepers):
-            return living
-        return [(role, pid) for role, pid in living if role not in KEEPERS]
-
     def _fault(self) -> None:
-        while not (fit := self._fit()):
-            self._until(lambda: bool(self._fit()), "somebody lives who can be killed")
+        while not (fit := self._living()):
+            self._until(lambda: bool(self._living()), "somebody lives who can be killed")
         (role, pid), kill = self._rng.choice(fit), self._rng.random() < 0.5
         send(pid, signal.SIGKILL if kill else signal.SIGSTOP)
         if not kill:
@@ -448,6 +442,11 @@ class Storm:
     def _is_home(self) -> bool:
         return sum(pages_of(pid, at) for pid, at in self._pids("production").items()) == TOTAL_PAGES
 
+    def _is_somebodys(self) -> bool:
+        """Each core and worker belongs to the session of a guard that lives."""
+        guards = self._pids("guard")
+        return all(session_of(pid) in guards for role in ("core", "worker") for pid in self._pids(role))
+
     def _stand_still(self) -> None:
         """No fault for a while: all comes back for a burst, and is lent again after it."""
         self._thaw = [(0.0, pid) for _, pid in self._thaw]
@@ -459,6 +458,10 @@ class Storm:
         seen.errors = record.errors
         self._wish[0] = 0
         seen.longest_again_s = max(seen.longest_again_s, self._until(self._is_lent, "memory is lent again"))
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none of them sees another's end
+            for pid in [pid for role in KEEPERS for pid in self._pids(role)]:
+                send(pid, number)
+        self._until(self._is_somebodys, "what is left of an engine without a guard has ended")
         seen.stills += 1
 
     def _end(self) -> None:
@@ -488,6 +491,12 @@ def send(pid: int, number: signal.Signals) -> None:
     """Where it has just ended by itself there is nobody to send it to."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def session_of(pid: int) -> int:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return -1
 
 
 def pages_of(pid: int, address: int) -> float:
