@@ -13,8 +13,8 @@ everything below it (nothing escapes by double fork or setsid), and is told when
 - Supervisor dies, for whatever reason: everything below is killed at once.
 - Main child ends: what it left running is killed, and the guard ends with its status (128 + signal).
 - SIGTERM: passed to the main child alone.  SIGUSR2: kill everything now.
-- The guard itself is killed: the main child dies by its own parent-death signal; who below it asks may learn of it, for ``ROSE_GUARD`` in
-  the environment names us (``PID:TICKS``, the second is when we began, as the kernel says it).
+- The guard itself is killed: the main child dies by its own parent-death signal; who below it asks may learn of it, for
+  ``ROSE_GUARD_PROCESS`` in the environment names us (``PID:TICKS:NAMESPACE``: when we began, as the kernel says it, and where the number counts).
 - Before it kills, it gives a tree of the idle class a normal share again (``rose.proc_share``): the dying give back what others wait
   for, and on a busy core they would not get to it.
 """
@@ -31,7 +31,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PARENT_DIED = signal.SIGUSR1
 KILL_ALL = signal.SIGUSR2
 HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, PARENT_DIED, KILL_ALL}
-ENV_GUARD = "ROSE_GUARD"
+ENV_GUARD_PROCESS = "ROSE_GUARD_PROCESS"
 POLICIES = {"normal": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "idle": os.SCHED_IDLE}
 
 
@@ -51,7 +51,8 @@ def main() -> int:
         write("/proc/self/autogroup", str(settings["autogroup_nice"]), attempts=10)
     guard = os.getpid()
     with open("/proc/self/stat") as file:
-        os.environ[ENV_GUARD] = f"{guard}:{file.read().rpartition(')')[2].split()[19]}"
+        began = file.read().rpartition(")")[2].split()[19]
+    os.environ[ENV_GUARD_PROCESS] = f"{guard}:{began}:{os.stat('/proc/self/ns/pid').st_ino}"
     child = os.fork()
     if child == 0:
         try:

@@ -24,8 +24,8 @@ from vllm_plugin.seam import Seam
 from vllm_plugin.step_learning import StepLearner
 from vllm_plugin.waiting import WaitingRequests
 
-BLOCKED_LOOKED_AT = 4
-"""Late requests that no step can help, in one look."""
+LOOKED_AT = 16
+"""Late requests in one look; the next looks go on with the others."""
 
 
 class ServingSteps:
@@ -188,14 +188,15 @@ class ServingSteps:
                 else:
                     owed.came(one, now_s, promised_s)
             self._starting = still
-        num_blocked = 0
-        while num_blocked < BLOCKED_LOOKED_AT and (late := owed.overdue(now_s, promised_s)) is not None:
+        for _ in range(LOOKED_AT):
+            late = owed.overdue(now_s, promised_s)
+            if late is None:
+                return
             request = requests.get(late)
             if request is None or request.num_output_tokens:
                 owed.ended(late)
             elif internals.is_blocked(self._scheduler, request):
                 owed.waits_for_others(late)
-                num_blocked += 1
             else:
                 owed.late(late)
 

@@ -63,6 +63,7 @@ SCRUBBED: dict[str, str | None] = dict.fromkeys(
         "ROSE_DIR",
         "ROSE_NODE_TOKEN",
         "ROSE_GUARD",
+        "ROSE_GUARD_PROCESS",
         "ROSE_COMPUTE_RUNG",
         "ROSE_RESERVE_BYTES",
         "ROSE_GPU_RESERVE_BYTES",

@@ -35,9 +35,12 @@ class FirstTokens:
         return len(self._owed)
 
     def arrived(self, request_id: str, at_s: float) -> None:
-        """A request, or the next turn of a session, waits for its first token from now on."""
-        self._owed[request_id] = at_s
-        self._owed.move_to_end(request_id)
+        """A request, or the next turn of a session, waits for its first token from now on.
+
+        One that waits already waits on: what a session sends meanwhile does not begin its time anew.  A session's next turn that
+        comes while the turn before it is still being answered is not counted.
+        """
+        self._owed.setdefault(request_id, at_s)
 
     def came(self, request_id: str, at_s: float, promised_s: float) -> None:
         """Its first token has come, or it ended without one."""

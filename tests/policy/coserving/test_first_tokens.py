@@ -101,3 +101,10 @@ def test_the_count_is_the_number_of_late_first_tokens_however_often_limits_are_l
 
     assert book.num_late == sum(is_late((at + took) / 10 - at / 10, LIMIT_S) for at, took in requests)
     assert len(book) == 0
+
+
+def test_what_a_session_sends_while_it_waits_does_not_begin_its_time_anew() -> None:
+    book = FirstTokens()
+    book.arrived("a", 0.0)
+    book.arrived("a", 0.9)
+    assert book.overdue(1.5, 1.0) == "a"
