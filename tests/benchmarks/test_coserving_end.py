@@ -76,6 +76,17 @@ class World:
         return None
 
 
+async def run(world: World, sender: Any, plan: Any) -> Any:
+    """The blocks that were measured."""
+    return await coserve._run(
+        argparse.Namespace(minutes=None, run=0),
+        world,  # type: ignore[arg-type]
+        sender,
+        plan,
+        Stages(Console(quiet=True)),
+    )
+
+
 async def test_the_sender_ends_when_the_slowest_request_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,13 +96,7 @@ async def test_the_sender_ends_when_the_slowest_request_has_ended(
     sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.6)
     world = World(sender.records)
 
-    blocks = await coserve._run(
-        argparse.Namespace(minutes=None, run=0),
-        world,  # type: ignore[arg-type]
-        sender,  # type: ignore[arg-type]
-        plan,
-        Stages(Console(quiet=True)),
-    )
+    blocks = await run(world, sender, plan)
 
     assert {block.arm for block in blocks} >= set(ARMS)
     assert sorted(sender.at_the_end) == [0, 1, 2, 3]
@@ -110,13 +115,7 @@ async def test_rollouts_alone_have_all_the_memory_when_production_has_answered(
     sender = Sender(tmp_path / "records.jsonl", plan, late_s=0.6)
     world = World(sender.records)
 
-    blocks = await coserve._run(
-        argparse.Namespace(minutes=None, run=0),
-        world,  # type: ignore[arg-type]
-        sender,  # type: ignore[arg-type]
-        plan,
-        Stages(Console(quiet=True)),
-    )
+    blocks = await run(world, sender, plan)
 
     assert world.answered.get(SOLO) == (4 if measured else None)
     assert [block.arm for block in blocks] == [*ARMS, SOLO][: 3 if measured else 2]

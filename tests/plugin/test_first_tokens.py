@@ -19,6 +19,7 @@ from rose.sim.world import SimWorld
 from tests.plugin import harness
 from vllm_plugin import board as board_module
 from vllm_plugin import serving_steps
+from vllm_plugin.serving_steps import LOOKED_AT
 
 LIMIT_S = 1.0
 
@@ -124,6 +125,23 @@ def test_who_still_waits_counts_when_its_limit_has_passed_and_not_again_with_its
         harness.step(scheduler)
 
     assert breaches(scheduler, node_dir) == 3
+
+
+def test_many_that_are_late_at_once_are_counted_in_several_looks(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    """What a step does for them stays small."""
+    scheduler.max_num_scheduled_tokens = 16
+    for number in range(LOOKED_AT * 2 + 3):
+        add(scheduler, clock, str(number), num_tokens=512 if number == 0 else 16)
+    counted = []
+    for _ in range(4):
+        output = scheduler.schedule()
+        clock.now_s += 1.1
+        harness.answer(scheduler, output)
+        counted.append(breaches(scheduler, node_dir))
+
+    assert counted == [LOOKED_AT, LOOKED_AT * 2, LOOKED_AT * 2 + 3, LOOKED_AT * 2 + 3]
 
 
 def test_a_client_that_gave_up_is_late_if_it_waited_longer_than_promised(
