@@ -33,6 +33,7 @@ from rose.policy.coserving.events import MarksWritten, Report
 from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import RealMemoryDriver
 from tests.plugin import harness
+from tests.plugin.reports import having_memory
 from vllm_plugin import internals, kv_memory
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import CudaKvMemory, HostKvMemory, StepFence, tensor_over
@@ -135,8 +136,8 @@ def report(node_dir: NodeDir, role: str) -> bytes:
         reader.close()
 
 
-def mapped(node_dir: NodeDir, role: str) -> set[int]:
-    return {chunk for chunk, state in enumerate(report(node_dir, role)) if state}
+def mapped(node_dir: NodeDir, role: str) -> set[int | str]:
+    return having_memory(report(node_dir, role))
 
 
 def until(condition: Callable[[], bool], otherwise: Callable[[], str] = lambda: "") -> None:
@@ -255,7 +256,7 @@ def test_memory_goes_only_when_the_last_step_that_may_touch_it_has_run(
         assert "unmap" not in driver.trace
         assert report(node_dir, "serving")[0] == MOVING  # there, and nobody's to use
         driver.done(STREAM)
-        until(lambda: 0 not in mapped(node_dir, "serving"))
+        until(lambda: mapped(node_dir, "serving") == set(range(1, CHUNKS)))
         assert driver.trace.index("record") < driver.trace.index("unmap")
 
 
@@ -285,7 +286,7 @@ def test_growth_does_not_wait_for_steps_that_do_not_end(
         until(lambda: mapped(node_dir, "rollout") == {1, 2})
         step(worker, 1)
         wish(writer, {2, 3}, after_step=1)
-        until(lambda: mapped(node_dir, "rollout") == {1, 2, 3})
+        until(lambda: mapped(node_dir, "rollout") == {"1 moves", 2, 3})
         until(lambda: "steps in flight" in worker.rose_pager._trouble)
         driver.done(STREAM)
         until(lambda: mapped(node_dir, "rollout") == {2, 3})
@@ -304,7 +305,7 @@ def test_a_worker_that_cannot_note_its_steps_serves_on_and_gives_nothing_away(
     with node_dir.chunks_writer("serving", CHUNKS) as writer:
         wish(writer, set())
         until(lambda: bool(worker.rose_pager._trouble))
-    assert mapped(node_dir, "serving") == set(range(CHUNKS))
+    assert mapped(node_dir, "serving") == {f"{chunk} moves" for chunk in range(CHUNKS)}
 
 
 def test_vllms_own_error_in_a_step_stays_vllms(start: Callable[..., Any]) -> None:
@@ -325,7 +326,7 @@ def test_a_rollout_engine_core_that_dies_takes_its_memory_with_it_when_the_steps
         lambda: "record" in driver.trace,
         lambda: f"{pager.num_rounds} rounds, core alive: {pager._chunks.alive()}, {pager._trouble!r}",
     )
-    assert mapped(node_dir, "rollout") == {4, 5}
+    assert mapped(node_dir, "rollout") == {"4 moves", "5 moves"}
     driver.done(STREAM)
     until(lambda: driver.handles == {})
 
