@@ -13,6 +13,9 @@ four minutes, eight with two engine cores; a long measurement is several runs, p
     python benchmarks/coserve.py --engine lora --segments 6 --json out/lora.json    # production with adapters, drafts, windows, two engine cores
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
+What each kind of production (``--engine``: lora, sliding, ngram, dp2) shows is one run of each, written down before the first: ``--segments 14
+--rate 0.9 --seed 21 --arms alone_1,alone_2,paper,rose``, some hundred pairs, judged by ``bar_met``; every run is kept.
+
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
