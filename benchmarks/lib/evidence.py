@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.claims import CLAIMS, Claim
+from benchmarks.lib.engine_kinds import KINDS, PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,13 +31,19 @@ LOST = {"68ea845", "f1892d8", "9673aeb", "99bbd4f", "3f19aa1", "9f750a9"}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One benchmark's figures in one result file.  ``time`` is in seconds since the epoch, None without history."""
+    """One benchmark's figures in one result file.
+
+    Attributes:
+        time: In seconds since the epoch, None without history.
+        production: What its production engine had switched on (``benchmarks/lib/engine_kinds.py``).  Claims and headlines are of a plain one.
+    """
 
     benchmark: str
     file: str
     commit: str
     time: int | None
     summary: dict[str, Any]
+    production: str = PLAIN
 
 
 def has_history() -> bool:
@@ -69,7 +76,9 @@ def all_runs(paths: list[Path]) -> list[Run]:
         where = document.get("machine") or document.get("details", {}).get("where", {})
         parts = document.get("benchmarks") or {document.get("benchmark", path.parent.name): document}
         for name, part in parts.items():
-            commit = part.get("details", {}).get(RUNS) or part.get("commit") or where["commit"]
+            details = part.get("details", {})
+            commit = details.get(RUNS) or part.get("commit") or where["commit"]
+            production = details.get("engine", PLAIN)
             runs.append(
                 Run(
                     benchmark=name,
@@ -77,6 +86,7 @@ def all_runs(paths: list[Path]) -> list[Run]:
                     commit=commit,
                     time=_time(commit, path) if known else None,
                     summary=part.get("summary", {}),
+                    production=production if isinstance(production, str) and production in KINDS else PLAIN,
                 )
             )
     return sorted(runs, key=lambda run: (run.time or 0, run.file))
@@ -108,7 +118,9 @@ def figures_of(claim: Claim, run: Run) -> dict[str, float] | None:
 def lines_of(claim: Claim, runs: list[Run]) -> list[str]:
     """The claim's rows: of the newest run that has its figures, or of all, the newest last."""
     having = [
-        (run, found) for run in runs if run.benchmark == claim.benchmark and (found := figures_of(claim, run))
+        (run, found)
+        for run in runs
+        if run.benchmark == claim.benchmark and run.production == PLAIN and (found := figures_of(claim, run))
     ]
     return [_line(claim, run, found, last=run is having[-1][0]) for run, found in (having if claim.every else having[-1:])]  # fmt: skip
 
@@ -139,11 +151,40 @@ def coserving(runs: list[Run]) -> list[str]:
 def _coserve_row(run: Run) -> str:
     s = run.summary
     return (
-        f"| `{run.file}` at `{run.commit}` | {s['num_pairs']} "
+        f"| `{run.file}` at `{run.commit}` | {run.production} | {s['num_pairs']} "
         f"| {_ratio(s, 'p99_ttft_ratio')} | {s['aa_ratio']:.2f}x "
         f"| {_ratio(s, 'p99_itl_ratio')} | {s['aa_itl_ratio']:.2f}x "
         f"| {s['extra_violations']:.0f} | {_share(s)} | {'met' if s['bar_met'] else '**not met**'} |"
     )
+
+
+def overheads(runs: list[Run]) -> list[str]:
+    """A row for every run of ``overhead``."""
+    return [_overhead_row(run) for run in runs if run.benchmark == "overhead"]
+
+
+def _overhead_row(run: Run) -> str:
+    s = run.summary
+    times = (
+        f"{s[key]:.0f} us" if key in s else "not measured"
+        for key in ("hook_p99_us", "beside_p99_us", "cold_p99_us")
+    )
+    ratios = (
+        (_between(s, name), _between(s, noise))
+        for name, noise in (("step_ratio", "aa_ratio"), ("end_ratio", "end_aa_ratio"))
+    )
+    verdicts = {True: "met", False: "**not met**", None: "says nothing"}
+    bars = [verdicts[s.get("limit_met")], verdicts[s.get("end_limit_met")]]
+    cells = [*times, *(cell for pair in ratios for cell in pair), ", ".join(bars)]
+    return f"| `{run.file}` at `{run.commit}` | {run.production} | {' | '.join(cells)} |"
+
+
+def _between(summary: dict[str, Any], key: str) -> str:
+    if key not in summary:
+        return "not measured"
+    ends = [summary.get(f"{key}_{end}") for end in ("low", "high")]
+    interval = "" if None in ends else f" ({ends[0]:.3f} to {ends[1]:.3f})"
+    return f"{summary[key]:.3f}x{interval}"
 
 
 def _ratio(summary: dict[str, Any], key: str) -> str:
@@ -173,10 +214,17 @@ def tables(runs: list[Run]) -> str:
         [
             "## Co-serving: every run",
             "",
-            "| file and commit, the newest last | pairs | P99 first token over alone | noise | P99 between tokens | noise "
+            "| file and commit, the newest last | production | pairs | P99 first token over alone | noise | P99 between tokens | noise "
             "| added misses | harvested share | its bar |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *coserving(runs),
+            "",
+            "## What the plugin costs: every run",
+            "",
+            "| file and commit, the newest last | production | hooks of a step, P99 | beside a rollout engine | with cold caches | a step, with over without | noise "
+            "| a request through the whole server, with over without | noise | their bar |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *overheads(runs),
             "",
             "## Evidence: claims",
             "",
@@ -200,6 +248,7 @@ def headlines(runs: list[Run]) -> str:
             run.summary[key]
             for run in runs
             if run.benchmark == benchmark
+            and run.production == PLAIN
             and run.summary.get(key) is not None
             and (benchmark != "coserve" or SINCE_PARKED in run.summary)
         )

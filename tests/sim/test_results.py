@@ -100,8 +100,25 @@ def test_a_harvested_share_that_cannot_be_is_not_quoted(
     cells = evidence.coserving([run])[0].split(" | ")
 
     assert cells[-2] == said
-    assert cells[2] == "1.10x (no interval)"
-    assert cells[4] == "1.10x (to 1.20x)"
+    assert cells[3] == "1.10x (no interval)"
+    assert cells[5] == "1.10x (to 1.20x)"
+
+
+def test_a_claim_is_of_a_plain_production_and_every_kind_has_its_row() -> None:
+    plain = evidence.Run(
+        benchmark="overhead", file="a.json", commit="0123456", time=1, summary={"hook_p99_us": 60.0}
+    )
+    lora = dataclasses.replace(
+        plain, file="b.json", time=2, summary={"hook_p99_us": 90.0, "limit_met": False}, production="lora"
+    )
+    claim = Claim(text="hooks", benchmark="overhead", keys=("hook_p99_us",), form="{:.0f} us")
+
+    assert evidence.lines_of(claim, [plain, lora]) == ["| hooks | 60 us | `a.json:overhead.hook_p99_us` |  |"]
+    assert [row.split(" | ")[1:3] for row in evidence.overheads([plain, lora])] == [
+        ["plain", "60 us"],
+        ["lora", "90 us"],
+    ]
+    assert evidence.overheads([lora])[0].endswith("| **not met**, says nothing |")
 
 
 def test_result_files_name_the_commit_that_they_ran() -> None:
