@@ -132,7 +132,7 @@ async def test_a_task_may_end_and_its_code_is_the_callers(tmp_path: Path) -> Non
         await supervisor.start(program("job", "raise SystemExit(3)", tmp_path, task=True))
         await supervisor.guarded(asyncio.sleep(1.2))  # two looks of the watch
 
-        assert await supervisor.wait_end("job", 10) == 3
+        assert await supervisor.wait_end("job", 60) == 3
 
 
 async def test_a_task_that_does_not_end_is_an_error(tmp_path: Path) -> None:
