@@ -125,7 +125,7 @@ class World:
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Let the loop run until something is so; the test's timeout bounds it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - any condition, not one event
                 await asyncio.sleep(0)
 

@@ -9,7 +9,8 @@ from typing import Any
 from rose.testing.fake_engine import FakeEngine
 from tests.scheduler.conftest import PROMPT, World, generate
 
-LENT = {"timeouts": {"device_return_s": 0.5}}
+LENT = {"timeouts": {"device_return_s": 30.0}}
+"""More than a slow machine needs to answer: what is not back by then is left behind."""
 
 
 class Counting(FakeEngine):
@@ -40,7 +41,7 @@ async def test_a_turn_leaves_a_borrowed_engine_before_the_device_goes_back_with_
     assert not engine.requests  # nobody has said for how long it is lent
     await lend(world, "b", 600.0)
     await world.until(lambda: engine.num_sampled > 3)
-    await lend(world, "b", 0.4)
+    await lend(world, "b", 20.0)
     await world.until(lambda: "generate-tokens" in "".join(engine.aborted))
     other = await world.add("d", mean_tokens=10_000)
 
@@ -56,7 +57,7 @@ async def test_a_turn_leaves_a_borrowed_engine_before_the_device_goes_back_with_
     assert status["reroutes"] == {"returned": 1}
     assert status["tokens"]["by_tier"]["borrowed"] == answer["segments"][0]["n"]
     (told,) = [worker for worker in status["workers"] if worker["worker_id"] == "b"]
-    assert 0.0 <= told["lent_s"] <= 0.4
+    assert 0.0 <= told["lent_s"] <= 20.0
     async with world.session.get(f"{world.url}/metrics") as response:
         text = await response.text()
     assert 'rose_workers{state="ready",tier="borrowed"} 1.0' in text
@@ -68,12 +69,12 @@ async def test_a_borrowed_engine_that_vanishes_costs_no_turn(world: World) -> No
     engine = await world.add("b", tier="borrowed", kind=Counting, mean_tokens=10_000, token_s=0.02)
     assert isinstance(engine, Counting)
     await lend(world, "b", 600.0)
-    running = asyncio.create_task(generate(world))
+    running = asyncio.create_task(generate(world, max_tokens=400))  # it is not over before the kill
     await world.until(lambda: engine.num_sampled > 3)
     other = await world.add("d", mean_tokens=10_000)
     await world.kill("b")
     answer = await running
-    assert answer["token_ids"] == other.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert answer["token_ids"] == other.greedy(PROMPT, {"max_tokens": 400})[0]
     assert answer["segments"][-1]["worker"] == "d"
 
 

@@ -215,6 +215,7 @@ def test_a_batch_that_comes_back_has_the_whole_time_again(tmp_path: Path, monkey
 
 async def test_a_job_that_nobody_trains_does_not_stay_full(world: World) -> None:
     await world.start(limits={"max_job_bytes": 30_000}, timeouts={"unleased_s": 0.001})
+    world.scheduler.control._swept_at_s = float("inf")
     sessions = []
     while world.scheduler.store.held_bytes("job") < 27_000:
         sessions.append(await world.trajectory())

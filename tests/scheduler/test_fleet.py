@@ -91,9 +91,12 @@ async def test_one_group_is_held_and_the_others_go_on(world: World) -> None:
 async def test_the_canary_first_then_the_rest(world: World) -> None:
     nodes = await nodes_of(world)
     await order(world, "off")
-    await order(world, "on", canary=["canary"], watch_s=0.3)
+    await order(world, "on", canary=["canary"], watch_s=600.0)
     assert [(await node.beat())["held"] for node in nodes] == [False, True, True]
-    async with asyncio.timeout(10):
+    release = world.scheduler.fleet_routes._switch.release
+    assert release is not None
+    release.watch_s = 0.3
+    async with asyncio.timeout(60):
         while any([(await node.beat())["held"] for node in nodes]):
             pass
         while (await world.ok("GET", "/fleet"))["release"] is not None:
@@ -115,7 +118,7 @@ async def test_a_canary_that_breaks_its_promise_is_off_again_and_the_rest_was_ne
     world.scheduler.fleet_routes._switch.late_s = 0.1
     await order(world, "off")
     await order(world, "on", canary=["canary"], watch_s=600.0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await nodes[0].beat(**LATE))["held"]:
             assert [(await node.beat())["held"] for node in nodes[1:]] == [True, True]
     told = await world.ok("GET", "/fleet")
@@ -214,7 +217,7 @@ async def test_what_could_not_be_kept_is_kept_later(
     monkeypatch.setattr(fleet_api, "RETRY_S", 0.05)
     blocked = tmp_path / "journal" / "fleet.new"
     blocked.mkdir()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await nodes[0].beat(**LATE))["held"]:
             pass
     blocked.rmdir()

@@ -162,7 +162,8 @@ async def test_the_clients_own_retry_joins_its_turn(world: World) -> None:
     engine.hold = asyncio.Event()
     session = await world.trajectory()
 
-    async with client(world, session, timeout=0.3, max_retries=2) as api:
+    # Tries enough for a machine that answers none in time.
+    async with client(world, session, timeout=0.3, max_retries=20) as api:
         call = asyncio.create_task(
             api.chat.completions.create(model="policy", messages=[user("hi")], max_tokens=8)  # type: ignore[list-item]
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,11 +115,15 @@ async def test_scores_of_a_cancelled_trajectory_are_gone(world: World) -> None:
         assert (await post(world, session, "score", {"reward": 1}))[0] == 410
 
 
-async def test_a_trajectory_without_a_verdict_does_not_wait_for_ever(world: World) -> None:
+async def test_a_trajectory_without_a_verdict_does_not_wait_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await world.start()
     await world.add("a")
-    session, _ = await talked(world, deadline_s=0.2)
-    await post(world, session, "finish", {})
+    session, _ = await talked(world, deadline_s=3600.0)
+    assert (await post(world, session, "finish", {}))[1]["state"] == "unscored"
+    later = SimpleNamespace(time=lambda: time.time() + 3601.0)
+    monkeypatch.setattr("rose.scheduler.control_api.time", later)
     await world.until(lambda: world.scheduler.store.state(session)[0] == "cancelled")
 
 
