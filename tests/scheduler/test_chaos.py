@@ -65,10 +65,11 @@ class Chaos:
         harvested = [host for host in self.hosts if host.tier == "harvested"]
         begun_s = time.monotonic()
         while True:
-            self.seconds = time.monotonic() - begun_s
-            while self.num_cuts < self.seconds * CUTS_PER_MIN / 60:
+            seconds = time.monotonic() - begun_s
+            while self.num_cuts < seconds * CUTS_PER_MIN / 60:
                 self.num_cuts += 1
                 await self._tell(rng.choice(harvested), "reclaim", None)
+            self.seconds = seconds
             await asyncio.sleep(0.05)
 
     async def kill(self, host: FakeHost) -> None:

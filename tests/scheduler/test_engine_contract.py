@@ -72,7 +72,7 @@ def engine_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    made = EngineClient(connect_s=5, attempt_s=60, render_s=30)
+    made = EngineClient(connect_s=30, attempt_s=300, render_s=60)
     yield made
     made.close()
 
@@ -280,7 +280,7 @@ async def daemon(engine: Endpoint, tmp_path: Path, tokens: Tokens) -> AsyncItera
     config = SchedulerConfig.model_validate({"port": 0, "workers": [worker]})
     scheduler = Scheduler(config, tokens, tmp_path)
     await scheduler.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any(item.may_take_turns for item in scheduler.book.fleet):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     yield scheduler

@@ -28,7 +28,7 @@ async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number
     """Four turns, then finish; asks again, as the OpenAI client does, until it is answered."""
 
     async def post(path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
-        for attempt in range(200):
+        for attempt in range(2000):
             try:
                 retry = {"x-stainless-retry-count": str(attempt)}
                 async with session.post(
@@ -57,7 +57,7 @@ async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number
 
 
 async def reached(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
             await asyncio.sleep(0.01)
 

@@ -26,6 +26,8 @@ RUNS = {"job-a": "run-a", "job-b": "run-b"}
 VERSIONS = {"run-a": 5, "run-b": 3}
 """Numbers overlap: what is new enough for one job is so for the other, by its number."""
 NUM_ENGINES, NUM_SWITCHES = 3, 50
+NUM_ROUNDS = 15
+"""At least, for every third one has a kill."""
 TOKEN_S, MAX_TOKENS = 0.004, 24
 SETTINGS = (
     "cap_dedicated=2",
@@ -164,7 +166,8 @@ async def test_no_token_is_of_another_run_though_devices_change_runs_fifty_times
         rounds = 0
         running: list[asyncio.Task[list[str]]] = []
         while (
-            rounds < 12 or sum(host.num_switches + host.engine.num_switches for host in hosts) < NUM_SWITCHES
+            rounds < NUM_ROUNDS
+            or sum(host.num_switches + host.engine.num_switches for host in hosts) < NUM_SWITCHES
         ):
             job = list(RUNS)[rounds % 2]
             running.append(asyncio.create_task(burst(client, job, 100 * rounds, 16), name=job))
