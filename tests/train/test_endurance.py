@@ -89,7 +89,7 @@ class SlowTrainer(TorchTrainer):
 
     def step(self, *arguments: Any, **named: Any) -> Any:
         type(self).has_begun.set()
-        assert type(self).may_go_on.wait(60)
+        assert type(self).may_go_on.wait(250)
         return super().step(*arguments, **named)
 
 
@@ -109,7 +109,7 @@ async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begin
         for _ in range(2):  # enough for two steps
             await _play(actors, config)
         lost = asyncio.create_task(actors.train())
-        await asyncio.to_thread(SlowTrainer.has_begun.wait, 60)
+        await asyncio.to_thread(SlowTrainer.has_begun.wait, 250)
         handed_back = asyncio.create_task(actors.ensure())
         again = asyncio.create_task(actors.train())
         for _ in range(100):  # neither may get anywhere
@@ -132,7 +132,7 @@ class SlowDisk(TorchTrainer):
     may_be_durable = threading.Event()
 
     def finish_save(self) -> None:
-        assert type(self).may_be_durable.wait(60)
+        assert type(self).may_be_durable.wait(250)
         super().finish_save()
 
 

@@ -149,12 +149,17 @@ async def test_under_wait_nothing_is_dropped_and_nothing_too_old(world: World, m
 
 
 async def test_under_cancel_the_scheduler_drops_at_the_bound_of_the_job(world: World) -> None:
+    """One episode takes longer than all steps, however long these take."""
     script, config, _ = await run(
         world,
         {},
         num_steps=8,
         rollout={**SMALL, "mode": "asynchronous", "alpha": 1, "on_stale": "cancel"},
-        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+        env={
+            "kind": "tests.train.ray_world:one_stuck",
+            "step_timeout_s": 600.0,
+            "latency": {"median_s": 0.02, "sigma": 2.0},
+        },
     )
     assert world.scheduler is not None
     assert all(record["num_stale"] == 0 for record in script.records)
