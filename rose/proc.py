@@ -14,8 +14,10 @@ Secrets belong in ``env`` (or better in a file named there), never in ``argv``: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -46,6 +48,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _GUARD = Path(__file__).with_name("proc_guard.py")
 _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1
+_FIRST_PORT = 12_000
+"""Above those that programs are known by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,10 +352,28 @@ def require_free_port(port: int, field_name: str, host: str = "127.0.0.1") -> No
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now.  Only for children that cannot bind port 0 and tell us."""
+    """A port that is free now.  Only for children that cannot bind port 0 and tell us.
+
+    None of those that the kernel gives to whoever asks for any, where there are others: by the time that the child binds it, it could be a
+    stranger's.
+    """
+    first = _first_given_port()
     with socket.socket() as probe:
+        for _ in range(100 if first > _FIRST_PORT else 0):
+            port = _FIRST_PORT + secrets.randbelow(first - _FIRST_PORT)
+            with contextlib.suppress(OSError):  # taken
+                probe.bind((host, port))
+                return port
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _first_given_port() -> int:
+    """Of the range that the kernel takes from; 0: nobody knows."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def open_log(spec: ProcSpec) -> int:

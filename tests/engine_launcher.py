@@ -33,7 +33,6 @@ import runpy
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from typing import IO, Any, Literal, Protocol
 import httpx
 import psutil
 
+from rose.proc import free_port
 from vllm_plugin.lines import TRIED, line_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,13 +230,6 @@ class EngineServer:
                 pass
             time.sleep(0.05)  # another program's port: there is no event to wait for
         raise EngineStartError(f"not healthy after {self.start_timeout_s:.0f} s\n{self.log_tail(150)}")
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def session_processes(session_id: int) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -189,6 +190,15 @@ def test_waiting_for_a_child_that_dies_fails_fast_with_its_last_words(tmp_path: 
         child.wait_ready("http://127.0.0.1:1/health", timeout_s=60.0)
     assert time.monotonic() - started_s < 20.0
     child.terminate()
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port() for _ in range(20)]
+    assert max(ports) < first
+    assert len(set(ports)) > 15
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", ports[0]))
 
 
 async def test_waiting_takes_an_url_and_reports_progress() -> None:

@@ -38,7 +38,7 @@ class Daemon:
 
     async def start(self) -> str:
         """Until it answers, or stands by."""
-        port = self.url.rsplit(":", 1)[-1] or "0"
+        port = self.url.rsplit(":", 1)[-1] or str(free_port())  # one that it finds free when it comes back
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
