@@ -6,7 +6,6 @@ and says the same.  One whose package is missing is skipped by name; ``pip insta
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -42,20 +41,13 @@ def ways(*protocols: str, first: tuple[str, bool]) -> pytest.MarkDecorator:
 @asynccontextmanager
 async def every_turn_is_cut(gateway: Gateway) -> AsyncIterator[str]:
     """The id of a trajectory whose turns all lose their connection after three tokens."""
-    scheduler = gateway.scheduler
-
-    async def run() -> None:
-        while True:
-            if not scheduler.dispatcher.handles:
-                gateway.cut(3)
-            await asyncio.sleep(0.005)
-
-    cutting = asyncio.create_task(run())
+    for door in gateway.doors:
+        door.cut_each_after = 3
     try:
-        yield scheduler.store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+        yield gateway.scheduler.store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
     finally:
-        cutting.cancel()
-        await asyncio.gather(cutting, return_exceptions=True)
+        for door in gateway.doors:
+            door.cut_each_after = None
 
 
 async def compare(gateway: Gateway, play: Callable[[str, str], Awaitable[Said]]) -> None:

@@ -40,6 +40,9 @@ class Door:
         self.doors = [self]
         """Of one scheduler: what came through one may be parsed behind another."""
         self.cut_after: int | None = None
+        """Break the next turn's connection after so many tokens."""
+        self.cut_each_after: int | None = None
+        """Break that of each turn's first try."""
         self.num_cuts = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -68,19 +71,23 @@ class Door:
             request.method, self.engine.url + request.path_qs, data=body, headers=headers
         ) as upstream:
             cut, self.cut_after = self.cut_after, None if "generate" in request.path else self.cut_after
+            if "generate" in request.path and json.loads(body)["request_id"].endswith("-1"):
+                cut = cut if self.cut_each_after is None else self.cut_each_after
             if "generate" not in request.path or upstream.content_type != "text/event-stream":
                 return web.Response(
                     body=await upstream.read(), status=upstream.status, content_type=upstream.content_type
                 )
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
-            count = 0
+            count, has_passed = 0, False
             async for line in upstream.content:
                 if line.startswith(b"data: {"):
-                    # Tokens, not events: a busy engine puts several into one.
+                    # Tokens, not events: a busy engine puts several into one, which may be the first, and then goes through.
                     choices = json.loads(line[6:])["choices"]
                     count += sum(len(choice["token_ids"] or ()) for choice in choices)
-                    if cut is not None and count > cut:
+                    may_cut = has_passed or any(choice["finish_reason"] for choice in choices)
+                    has_passed = True
+                    if cut is not None and count > cut and may_cut:
                         self.num_cuts += 1
                         assert request.transport is not None
                         request.transport.abort()
