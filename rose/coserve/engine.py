@@ -454,12 +454,14 @@ class RolloutEngine:
     async def refresh_status(self, timeout_s: float = REQUEST_S) -> dict[str, Any]:
         """``GET /rose/status``; also learns version, vocabulary and whether the weights are broken."""
         self.keep_sentinel()
+        before = self.lineage
         status = await self.call("GET", "/rose/status", timeout_s=timeout_s)
         ranks = status.get("ranks")
         self.weights_broken = isinstance(ranks, list) and any(
             isinstance(rank, dict) and rank.get("phase") == "broken" for rank in ranks
         )
-        self.lineage = _lineage_of(status)
+        if self.lineage is before:  # else a commit was answered meanwhile, and this may be of before it
+            self.lineage = _lineage_of(status)
         vocab_size = status.get("vocab_size")
         self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
         scheduler = status.get("scheduler")

@@ -19,6 +19,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import RankState
 from rose.errors import ConfigError, EngineError, RequestError
+from rose.lineage import Lineage, WeightVersion
 from rose.wire.http_client import open_client
 
 
@@ -62,6 +63,28 @@ async def test_an_answer_nested_too_deep_is_no_json_object(tmp_path: Path) -> No
     finally:
         await engine._client.aclose()
         await runner.cleanup()
+
+
+async def test_a_status_asked_for_before_a_commit_does_not_take_its_version_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer may be read behind the commit's: the node would call itself out of date, and send the whole version."""
+    engine, old, new = RolloutEngine(settings(tmp_path)), WeightVersion(1, 1), WeightVersion(1, 2)
+    engine.lineage, answered = Lineage("r", old), asyncio.Event()
+
+    async def call(*_: Any, **__: Any) -> dict[str, Any]:
+        await answered.wait()
+        return {"run": "r", "version": str(old)}
+
+    monkeypatch.setattr(engine, "call", call)
+    asking = asyncio.create_task(engine.refresh_status())
+    await asyncio.sleep(0)
+    engine.lineage = Lineage("r", new)
+    answered.set()
+    await asking
+    assert engine.version == str(new)
+    await engine.refresh_status()
+    assert engine.version == str(old), "asked for after it, it counts"
 
 
 async def test_who_asks_an_engine_that_is_being_stopped_is_told_that_it_does_not_run(tmp_path: Path) -> None:
