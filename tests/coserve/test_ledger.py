@@ -9,15 +9,18 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rose.coserve.kernel import _SYS_FUTEX
 from rose.coserve.ledger import RecordReader
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import MAX_EXTRA_BYTES, VERSION
@@ -32,6 +35,7 @@ from rose.coserve.records import (
 )
 from rose.errors import LedgerError
 
+FUTEX_PRIVATE = 128
 WORD_AT = 1024
 """Where the sequence word lies: see the layout in the module."""
 
@@ -62,6 +66,7 @@ def writing(node: NodeDir) -> Iterator[subprocess.Popen[str]]:
         writer = NodeDir(sys.argv[1]).serving_board_writer()
         names = ServingBoard.__dataclass_fields__
         boards = [ServingBoard(**dict.fromkeys(names, n)) for n in range(64)]
+        writer.write(boards[0])
         print("up", flush=True)
         while True:
             for board in boards:
@@ -120,11 +125,11 @@ def test_no_reader_sees_a_torn_record_under_a_writer_at_full_speed(
     reader, seen = node.serving_board(), set[int]()
     begun_s = time.monotonic()
     # On one shared core the writer runs only while this does not: a second may show few of its records.
-    while time.monotonic() < begun_s + 1.0 or (len(seen) <= 10 and time.monotonic() < begun_s + 15.0):
+    while time.monotonic() < begun_s + 1.0 or (len(seen) <= 10 and time.monotonic() < begun_s + 60.0):
         board = reader.read()
-        if board is not None:  # None only before its first record
-            assert len(values(board)) == 1
-            seen |= values(board)
+        assert board is not None
+        assert len(values(board)) == 1
+        seen |= values(board)
     assert len(seen) > 10
 
 
@@ -171,7 +176,8 @@ def test_a_stopped_writer_does_not_stop_readers_and_counts_as_alive(
         writing.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, writing.pid, os.WSTOPPED | os.WNOWAIT)
         board = reader.read()
-        assert board is None or len(values(board)) == 1
+        assert board is not None
+        assert len(values(board)) == 1
         assert reader.alive()
         writing.send_signal(signal.SIGCONT)
 
@@ -306,10 +312,13 @@ def test_a_wait_sleeps_in_the_kernel_until_the_write(node: NodeDir) -> None:
 
 
 def until_asleep(thread: threading.Thread) -> None:
-    """Until the kernel says that ``thread`` sleeps on a futex."""
-    state = Path(f"/proc/self/task/{thread.native_id}/wchan")
+    """Until the kernel says that ``thread`` sleeps on a futex that processes share; who waits for the interpreter sleeps on a private one."""
+    call = Path(f"/proc/self/task/{thread.native_id}/syscall")
     until_s = time.monotonic() + 20.0
-    while "futex" not in state.read_text():
+    while True:
+        number, *arguments = call.read_text().split()
+        if number == str(_SYS_FUTEX) and not int(arguments[1], 16) & FUTEX_PRIVATE:
+            return
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -328,9 +337,10 @@ def test_a_missing_file_is_looked_for_as_seldom_as_asked(
     node: NodeDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("rose.coserve.ledger.time.sleep", slept.append)
-    assert not node.serving_lease().wait(0, 0.02, missing_s=5.0)
-    assert slept[0] > 0.01
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("rose.coserve.ledger.time", clock)
+    assert not node.serving_lease().wait(0, 12.0, missing_s=5.0)
+    assert slept == [5.0, 5.0, 2.0]
 
 
 def test_a_wait_on_a_killed_writer_ends_when_the_file_gets_a_new_one(
@@ -522,9 +532,13 @@ def test_the_number_of_records_may_wrap_around(node: NodeDir) -> None:
             assert reader.read() == ChunkState(generation=generation)
 
 
-def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> None:
-    """Production's engine thread must not get the interpreter back a switch interval later.  (Extra bytes are not its.)"""
+def test_a_write_waits_for_nothing_and_keeps_the_interpreter() -> None:
+    """Production's engine thread must not get the interpreter back a switch interval later.  (Extra bytes are not its.)
+
+    On a tmpfs, where node directories are: a disk may be busy.  And the kernel may make a page wait, once; what a write does, it does each time.
+    """
     counted, stop = [0], threading.Event()
+    before = after = (0, 0)
 
     def count() -> None:
         while not stop.is_set():
@@ -535,16 +549,22 @@ def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> N
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # nobody is interrupted any more: who loses the interpreter gave it away
     try:
-        with node.rank_writer("serving", 0, 0) as writer:
+        with (
+            tempfile.TemporaryDirectory(prefix="rose-test-", dir="/dev/shm") as folder,
+            NodeDir(folder).rank_writer("serving", 0, 0) as writer,
+        ):
             writer.write(RankState())
             thread.start()
             while not counted[0]:
                 time.sleep(0)
-            before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-            for number in range(1000):
-                writer.put(*[number] * len(fields(RankState)))
-                writer.wake()
-            after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            for _ in range(5):
+                before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+                for number in range(1000):
+                    writer.put(*[number] * len(fields(RankState)))
+                    writer.wake()
+                after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+                if after == before:
+                    break
     finally:
         sys.setswitchinterval(interval_s)
         stop.set()
