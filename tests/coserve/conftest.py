@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,11 +30,12 @@ from rose.proc import free_port
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 TOTAL_PAGES = 20
 """With a minimum headroom of 10 %: at most 18 lent, of which the fake engine uses 16."""
+BY_DEFAULT: dict[str, Any] = {"sched": None}
+"""Engine settings: the scheduling class is the agent's choice, beside production the idle one."""
 
 
-async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 50.0) -> None:
-    """Other processes have no event to wait for; this looks until they got there.  An engine of the idle class takes its time
-    on a machine that others keep busy."""
+async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 240.0) -> None:
+    """Other processes have no event to wait for; this looks until they got there."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} did not come true"
@@ -116,6 +119,8 @@ class Device:
             "command": [sys.executable, str(FAKE_ENGINE)],
             "port": free_port(),
             "max_model_len": 256,
+            # Where others keep every core busy an engine of the idle class takes a minute to start: tests of who yields to whom say so.
+            "sched": "normal",
             "env": {"FAKE_MODE": fake, "FAKE_REPORT": str(self.report_path)},
             "log_path": str(self.log_path),
             "stop_grace_s": 0.2,
@@ -123,7 +128,9 @@ class Device:
             **change.pop("engine", {}),
         }
         lending = {
-            "reclaim_deadline_s": 2.0,
+            # Not what most tests are about: those that are have their own.
+            "reclaim_deadline_s": 30.0,
+            "dead_after_s": 30.0,
             "grow_period_s": 0.05,
             "cool_down_s": 0.2,
             "growth_window_s": 1.0,
@@ -166,7 +173,7 @@ class Device:
     async def stop_agents(self) -> None:
         for agent, task in self.agents:
             agent.stop()
-            await asyncio.wait_for(task, 20.0)
+            await asyncio.wait_for(task, 60.0)
         self.agents.clear()
 
     async def close(self) -> None:
@@ -179,6 +186,13 @@ class Device:
 
 async def ready(device: Device, agent: object) -> None:
     await until(lambda: agent.engine.state == "ready", "engine ready")  # type: ignore[attr-defined]
+
+
+def stop_sentinel(agent: NodeAgent) -> None:
+    """What is killed from here on is killed by the agent, however late it is."""
+    sentinel = agent.engine._sentinel
+    assert sentinel is not None
+    os.kill(sentinel.pid, signal.SIGSTOP)
 
 
 async def lent(device: Device, pages: int) -> None:

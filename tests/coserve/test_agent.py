@@ -20,12 +20,14 @@ from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.compat import Support
 from rose.proc import Child
 from rose.units import PAGE_BYTES
-from tests.coserve.conftest import TOTAL_PAGES, Device, alive, lent, ready, until
+from tests.coserve.conftest import BY_DEFAULT, TOTAL_PAGES, Device, alive, lent, ready, stop_sentinel, until
+
+pytestmark = pytest.mark.timeout(300)  # some engines are of the idle class
 
 
 async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in_argv(device: Device) -> None:
     device.produce()
-    agent = device.agent(engine={"args": ["--num-gpu-blocks-override", "64"]})
+    agent = device.agent(engine={"args": ["--num-gpu-blocks-override", "64"], **BY_DEFAULT})
     await ready(device, agent)
     report = device.report()
     argv = " ".join(report["argv"][1:])
@@ -96,7 +98,7 @@ async def test_the_engine_is_not_started_before_serving_is_ready(device: Device)
 
 async def test_idle_memory_is_lent_and_a_burst_takes_it_back_at_once(device: Device) -> None:
     production = device.produce()
-    agent = device.agent()
+    agent = device.agent(engine=BY_DEFAULT)
     await lent(device, 16)
     assert agent.status()["lending"]["cap_pages"] == 18
     production.used = 12
@@ -127,7 +129,7 @@ async def test_a_claim_that_stands_during_a_long_step_is_met_once(device: Device
 
 async def test_the_gate_hears_how_much_of_a_step_production_waits_for(device: Device) -> None:
     device.produce()
-    agent = device.agent()
+    agent = device.agent(engine=BY_DEFAULT)
     await lent(device, 16)
     node = NodeDir(device.dir).node()
 
@@ -206,6 +208,7 @@ async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_start
     agent = device.agent("stubborn", lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
     await lent(device, 16)
     pid = device.report()["pid"]
+    stop_sentinel(agent)
     production.used = 14
     await until(lambda: not alive(pid), "killed")
     assert "pages held" in agent.engine.error
@@ -216,7 +219,7 @@ async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_start
 
 async def test_a_stopped_engine_is_killed_by_the_deadline_too(device: Device) -> None:
     production = device.produce()
-    device.agent(lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
+    device.agent(engine=BY_DEFAULT, lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
     await lent(device, 16)
     pid = device.report()["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -228,7 +231,7 @@ async def test_until_its_last_process_is_gone_a_killed_engine_is_dying_and_has_a
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.produce()
-    agent = device.agent()
+    agent = device.agent(engine=BY_DEFAULT)
     await lent(device, 16)
     may_reap, reaps, kill = threading.Event(), threading.Event(), Child.kill
 
@@ -344,7 +347,7 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     device: Device,
 ) -> None:
     device.produce()
-    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 3.0})
+    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 3600.0})
     await lent(device, 16)
     (device.dir / "damaged").write_bytes(b"no lease")
     os.replace(
@@ -353,6 +356,7 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     agent.change(mode=Mode.OFF)
     assert not await agent.wait_given_back(0.2)
     assert agent.device.held_pages() == 16
+    await agent.engine.kill("it keeps what it owes")
 
 
 async def test_the_state_file_carries_slo_and_floor_and_its_epoch_rises_with_the_loan(device: Device) -> None:
@@ -379,7 +383,7 @@ async def test_leaving_ends_the_engine_and_removes_our_files_but_not_productions
 
 
 async def test_leaving_a_device_without_serving_leaves_no_directory(device: Device) -> None:
-    device.agent("deaf", serving=None)
+    device.agent("deaf", serving=None, lending={"reclaim_deadline_s": 0.2})
     await lent(device, 16)
     await device.stop_agents()
     assert not device.dir.exists()

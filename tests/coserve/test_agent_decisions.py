@@ -18,7 +18,7 @@ from rose.decisions.log import DecisionLog, logs, replay
 from rose.errors import LedgerError
 from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.lending_events import Mode, ModeSet, Phase, RolloutReported, ServingReported, Tick
-from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
+from tests.coserve.conftest import TOTAL_PAGES, Device, alive, stop_sentinel, until
 
 
 async def test_bursts_kills_and_another_policy_replay_to_the_last_action(
@@ -33,6 +33,7 @@ async def test_bursts_kills_and_another_policy_replay_to_the_last_action(
     )
     await until(lambda: device.resident_pages() == 16, "all lent")
     pid = device.report()["pid"]
+    stop_sentinel(agent)
     production.used = 14
     await until(lambda: not alive(pid), "killed")
     production.used = 0

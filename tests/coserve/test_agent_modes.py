@@ -11,7 +11,7 @@ from rose.coserve.records import Mode
 from rose.errors import ConfigError, RequestError
 from rose.node_client import ControlClient
 from rose.policy.lending_events import ALL_PAGES
-from tests.coserve.conftest import Device, alive, lent, ready, until
+from tests.coserve.conftest import BY_DEFAULT, Device, alive, lent, ready, until
 
 
 async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
@@ -61,7 +61,7 @@ async def test_off_leaves_an_engine_that_runs_and_starts_one_only_where_it_shall
 
 
 async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
-    agent = device.agent(serving=None)
+    agent = device.agent(serving=None, engine=BY_DEFAULT)
     await lent(device, 16)
     assert agent.policy.lend_pages == ALL_PAGES
     assert not device.report()["idle_class"]

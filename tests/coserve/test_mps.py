@@ -83,6 +83,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(mps, "ASK_S", 60.0)  # the stand-in starts an interpreter
     return Control(folder)
 
 
@@ -104,7 +105,7 @@ def engine(control: Control, tmp_path: Path) -> Any:
         yield child
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "condition did not come true"

@@ -105,12 +105,16 @@ async def test_after_a_clean_end_the_configuration_counts_again(device: Device) 
 async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
     device.produce()
     process = await start_program(device)
+    client = ControlClient(device.dir, device.tokens)
     try:
         await lent(device, 16)
+        # The engine takes what it is lent before the agent has asked it whether it is up.
+        await until(lambda: client.status()["engine"]["state"] == "ready", "ready by the agent's word")
         pid = device.report()["pid"]
     finally:
+        client.close()
         process.terminate()
-        _, log = await asyncio.wait_for(process.communicate(), 20.0)
+        _, log = await asyncio.wait_for(process.communicate(), 60.0)
     assert process.returncode == 0, log.decode()
     assert not alive(pid)
     assert not (device.dir / "node.state").exists()

@@ -16,16 +16,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rose.coserve.cli import app as cli
-from rose.coserve.records import Mode
+from rose.coserve.records import Mode, Phase
 from rose.errors import EngineError, RequestError
-from tests.coserve.conftest import Device, alive, control, until
+from tests.coserve.conftest import Device, alive, control, stop_sentinel, until
 
 
 async def test_off_does_not_wait_for_an_engine_that_hangs(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device.produce()
-    agent = device.agent()
+    agent = device.agent(lending={"reclaim_deadline_s": 0.2})
     await until(lambda: device.resident_pages() == 16)
     await until(lambda: agent.engine.state == "ready")
     ask = agent.engine.refresh_status
@@ -36,7 +36,7 @@ async def test_off_does_not_wait_for_an_engine_that_hangs(
     monkeypatch.setattr(agent.engine, "refresh_status", without_end)
     os.kill(device.report()["pid"], signal.SIGSTOP)
     async with control(device) as client:
-        off = asyncio.create_task(asyncio.to_thread(client.off, 30.0))
+        off = asyncio.create_task(asyncio.to_thread(client.off, 60.0))
         await until(lambda: agent.mode == Mode.OFF, "it is off while the engine says nothing")
         assert (await off)["given_back"]
 
@@ -63,7 +63,7 @@ async def test_off_proves_that_all_memory_is_back_and_on_lends_again(
     await until(lambda: agent.engine.state == "ready" and device.resident_pages() == 16)
     pid = device.report()["pid"]
     async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0)
+        answer = await asyncio.to_thread(client.off, 60.0)
         assert answer["given_back"]
         before, after = answer["before"], answer["after"]
         assert (before["reserved_pages"], before["resident_pages"]) == (16, 16)
@@ -87,8 +87,9 @@ async def test_off_kills_an_engine_that_gives_nothing_back(device: Device) -> No
     agent = device.agent("stubborn", lending={"reclaim_deadline_s": 0.2})
     await until(lambda: device.resident_pages() == 16)
     pid = device.report()["pid"]
+    stop_sentinel(agent)
     async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0)
+        answer = await asyncio.to_thread(client.off, 60.0)
     assert answer["given_back"]
     assert not alive(pid)
     assert agent.engine.num_kills == 1
@@ -100,7 +101,7 @@ async def test_off_can_end_the_engines_process_and_on_starts_it_again(device: De
     await until(lambda: device.resident_pages() == 16)
     pid = device.report()["pid"]
     async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0, False)
+        answer = await asyncio.to_thread(client.off, 60.0, False)
         assert answer["given_back"]
         assert answer["after"]["engine_rss_bytes"] == 0
         assert not alive(pid)
@@ -179,14 +180,27 @@ async def turned_on(device: Device, wait_s: float) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, cli, arguments)
 
 
-async def test_who_waits_sees_the_engine_come_and_then_how_it_stands(device: Device) -> None:
-    device.produce()
-    device.agent(mode="observe")
+async def test_who_waits_sees_the_engine_come_and_then_how_it_stands(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    production = device.produce()
+    production.phase = Phase.STARTING
+    agent = device.agent(mode="observe")
+    status, asked = agent.status, []
 
-    done = await turned_on(device, 60.0)
+    def counted() -> dict[str, Any]:
+        asked.append(status())
+        return asked[-1]
+
+    monkeypatch.setattr(agent, "status", counted)
+
+    waiting = asyncio.create_task(turned_on(device, 100.0))
+    await until(lambda: len(asked) >= 2, "it was switched on, and looked at after that")
+    production.phase = Phase.READY
+    done = await waiting
 
     assert done.exit_code == 0, done.output
-    assert "engine down" in done.stderr or "engine starting" in done.stderr
+    assert "engine down, waits: serving is not ready" in done.stderr
     assert "engine    ready" in done.stdout
 
 

@@ -50,7 +50,7 @@ def python(name: str, code: str, *args: str, **spec: Any) -> ProcSpec:
     return ProcSpec(name=name, argv=(sys.executable, "-c", code, *args), **spec)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "condition did not come true"

@@ -32,10 +32,6 @@ sys.stdin.read()
 """
 
 
-NORMAL = {"sched": "normal"}
-"""These tests are about what is left behind, not about who yields to whom."""
-
-
 def name() -> str:
     return f"psm_{secrets.token_hex(6)}"
 
@@ -191,7 +187,7 @@ async def test_an_agent_sweeps_after_its_engine_was_killed(
 ) -> None:
     monkeypatch.setattr("rose.coserve.engine._NOTE_STARTING_S", 0.02)
     device.produce()
-    agent = device.agent("segments", engine=NORMAL)
+    agent = device.agent("segments")
     await ready(device, agent)
     segment = await _noted(device)
     device.report_path.unlink()
@@ -209,7 +205,7 @@ async def test_an_agent_sweeps_after_its_engine_was_killed(
 
 async def test_the_agent_after_a_killed_one_sweeps_what_both_left(device: Device) -> None:
     device.produce()
-    process = await start_program(device, "segments", engine=NORMAL)
+    process = await start_program(device, "segments")
     try:
         segment = await _noted(device)
         pid = device.report()["pid"]
@@ -218,6 +214,6 @@ async def test_the_agent_after_a_killed_one_sweeps_what_both_left(device: Device
         await process.wait()
     await until(lambda: not alive(pid), "the engine died with its agent")
     assert is_there(segment)
-    agent = device.agent(engine=NORMAL)
+    agent = device.agent()
     await ready(device, agent)
     assert not is_there(segment)
