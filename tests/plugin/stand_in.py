@@ -56,8 +56,9 @@ class Host:
         self.set(node={"lend_pages": pages}, reserved_pages=self.lease.total_pages - pages)
 
     def silence(self, *, node: bool = False, serving: bool = False) -> None:
-        """Stop one heartbeat."""
-        self._node_beats, self._serving_beats = not node, not serving
+        """Stop one heartbeat; nothing is being written when this returns."""
+        with self._lock:
+            self._node_beats, self._serving_beats = not node, not serving
 
     def _write(self) -> None:
         with self._lock:
@@ -83,7 +84,7 @@ class Host:
                 writer.close()
 
 
-def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def eventually(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """First true value of ``probe``; an assertion that names ``what`` when there is none in time."""
     until = time.monotonic() + timeout_s
     while True:

@@ -54,7 +54,7 @@ class Engine:
 
     def audited(self, condition: Callable[[RankState], bool]) -> RankState:
         """A report of an audit that fits."""
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while True:
             record = self._report.read()
             if record is not None and record.audited_ns and condition(record):

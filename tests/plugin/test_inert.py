@@ -12,6 +12,8 @@ import pytest
 
 from vllm_plugin.roles import weights_asked
 
+pytestmark = pytest.mark.timeout(300)  # vLLM is imported, and cores may be taken
+
 PROBE = """
 import json, os, sys
 from vllm.engine.arg_utils import EngineArgs
@@ -79,7 +81,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     found = re.findall(r"^(\d) (\[.*\])$", result.stdout, re.M)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,7 +193,11 @@ def test_a_step_does_not_wait_for_production_that_is_gone(host: Host, ranks: Any
 
 def test_a_step_waits_no_longer_than_a_first_token_may_take(host: Host, ranks: Any) -> None:
     host.set(node={"slo_ttft_ns": S // 20})
-    step, _ = in_the_middle(host, ranks)
+    model = Model()
+    step = Step(ranks(model), model)
+    assert model.reached.wait(30)
+    host.set(owes_first=1)
+    model.go_on.set()  # where it stands is no place to look for it: it may have gone on by then
     assert torch.equal(step.ended(), expected())
     state = told(host)
     assert state.given_up == 1
@@ -288,14 +294,16 @@ class LayerStopped:
 # --- a device that works behind its host's back
 
 
+def sleeps(monkeypatch: pytest.MonkeyPatch, instead: Callable[[float], Any]) -> None:
+    """What becomes of a sleep of the module's; other threads sleep on."""
+    clock = SimpleNamespace(sleep=instead, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(layer_stop, "time", clock)
+
+
 def test_the_host_is_never_further_before_its_device_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel a layer, and a device that gets one done whenever the host has to wait."""
     driver, stream = MemoryDriver(), 3
-    monkeypatch.setattr(
-        layer_stop.time,
-        "sleep",
-        lambda _: driver.finished.update({stream: driver.finished.get(stream, 0) + 1}),
-    )
+    sleeps(monkeypatch, lambda _: driver.finished.update({stream: driver.finished.get(stream, 0) + 1}))
     ahead = LaunchAhead(driver, lambda: stream, every=2, ahead=2)
     queued = []
     for _ in range(40):
@@ -317,9 +325,7 @@ def test_events_of_the_launch_ahead_keep_the_drivers_rules_on_a_green_contexts_s
         stream = cuda.green_stream(64)[0]
         ahead = LaunchAhead(cuda, lambda: stream, every=1, ahead=2)
         waits: list[float] = []
-        monkeypatch.setattr(
-            layer_stop.time, "sleep", lambda pause_s: (waits.append(pause_s), gpu.hold(False))
-        )
+        sleeps(monkeypatch, lambda pause_s: (waits.append(pause_s), gpu.hold(False)))
         for _ in range(12):
             gpu.hold()
             ahead.layer()

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.proc import Child, ProcSpec
 from rose.proc_guard import ENV_GUARD_PROCESS
-from tests.coserve.test_proc import until
+from tests.coserve.test_proc import alive, until
 
 HERE = os.stat("/proc/self/ns/pid").st_ino
 PART = "import signal; from vllm_plugin.orphans import end_with_guard; end_with_guard(); print('lives', flush=True); signal.pause()"
@@ -33,11 +32,12 @@ def test_a_core_whose_guard_is_killed_ends_and_nobody_has_to_see_it(tmp_path: Pa
     code = API_SERVERS[how]
     child = Child.start(ProcSpec(name="engine", argv=(sys.executable, "-c", code, str(told), PART)))
     until(told.exists)
-    core = psutil.Process(int(told.read_text()))
+    core = int(told.read_text())
+    assert alive(core)
 
     os.kill(child.guard_pid, signal.SIGKILL)
 
-    until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not alive(core))
     child.kill()
 
 

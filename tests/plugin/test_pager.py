@@ -71,7 +71,7 @@ def acts_by(node_dir: NodeDir, generation: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "condition did not come true"
         time.sleep(0.005)

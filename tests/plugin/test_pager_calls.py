@@ -78,7 +78,7 @@ def wish(writer: RecordWriter[ChunkState], chunks: set[int], after_step: int = 0
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "condition did not come true"
         time.sleep(0.002)
