@@ -32,7 +32,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.units import PAGE_BYTES
 from tests.engine_launcher import Forked, fork_piped
-from tests.pair.memory import resident_pages
+from tests.pair.memory import TORN_S, resident_pages
 
 TOTAL_PAGES = 16
 """``harness.kv_cache_config``."""
@@ -111,6 +111,7 @@ class Seen:
     """What the kernel said, and what came back at the end."""
 
     num_samples: int = 0
+    num_torn_samples: int = 0
     num_kills: int = 0
     worst_pages: float = 0.0
     most_lent: float = 0.0
@@ -152,8 +153,12 @@ def churn(
     def look() -> None:
         # Memory that goes from one to the other between two looks must not be counted in both: the rollout engine's
         # is looked at before and after.
+        began_s = time.monotonic()
         before, held, after = rollout.resident_pages(), serving.resident_pages(), rollout.resident_pages()
         seen.num_samples += 1
+        if time.monotonic() - began_s > TORN_S:
+            seen.num_torn_samples += 1
+            return
         seen.worst_pages = max(seen.worst_pages, held + min(before, after))
         seen.most_lent = max(seen.most_lent, min(before, after))
 
