@@ -27,6 +27,7 @@ from tests.tiny_model import write_tiny_model
 from tests.weights.reading import newest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(300)  # imports for the most part
 RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.conformance), 2])
 
 
@@ -52,7 +53,7 @@ def run(
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
 
@@ -73,7 +74,7 @@ def _forked(folder: Path, name: str, args: Sequence[str], env: dict[str, str], r
         for rank in range(ranks)
     ]
     for process in processes:
-        assert process.wait(100) == 0, errors.read_text()[-4000:]
+        assert process.wait(250) == 0, errors.read_text()[-4000:]
     return output.read_text().splitlines()
 
 

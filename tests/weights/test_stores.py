@@ -294,7 +294,7 @@ def test_a_waiting_reader_wakes_when_the_head_moves(store: ObjectStore) -> None:
     reader = threading.Thread(target=lambda: found.append(store.wait_head("run", V("1.5"), 30)))
     reader.start()
     store.set_head(head("1.6"), expected=V("1.5"))
-    reader.join(10)
+    reader.join(60)
     assert found == [head("1.6")]
 
 
@@ -311,7 +311,7 @@ def test_closing_ends_a_wait(store: ObjectStore) -> None:
     reader = threading.Thread(target=wait, daemon=True)
     reader.start()
     store.close()
-    reader.join(20)
+    reader.join(60)
     assert ended == ["store is closed"]
 
 
@@ -376,7 +376,7 @@ def test_two_file_stores_on_one_folder_see_each_other(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: found.append(two.wait_head("run", None, 30)))
     reader.start()
     one.set_head(head("1.0"), expected=None)
-    reader.join(10)
+    reader.join(60)
     assert found == [head("1.0")]
 
 

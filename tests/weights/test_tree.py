@@ -167,6 +167,7 @@ def test_a_head_is_passed_on_at_once_over_one_poll_for_all(
     with ThreadPoolExecutor(20) as readers:
         waiting = [readers.submit(reader.wait_head, "polled", V("1.5"), 60) for _ in range(20)]
         wait_until(lambda: metric(leaf, "rose_relay_waiting_readers") == 20)
+        wait_until(lambda: metric(root, "rose_relay_waiting_readers") >= 1)  # through two relays
         assert metric(root, "rose_relay_waiting_readers") == 1
         trainer.set_head(head("1.6", "polled"), expected=V("1.5"))
         assert [each.result(20) for each in waiting] == [head("1.6", "polled")] * 20

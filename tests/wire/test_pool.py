@@ -69,13 +69,13 @@ class Peer:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    made = Pool(connect_s=5.0)
+    made = Pool(connect_s=60.0)
     yield made
     made.close()
 
 
 async def ask(pool: Pool, url: str, body: bytes = b"{}", **kwargs: Any) -> tuple[int, bytes]:
-    kwargs = {"timeout_s": 5.0, "max_bytes": 1000, **kwargs}
+    kwargs = {"timeout_s": 60.0, "max_bytes": 1000, **kwargs}
     async with pool.request(HttpTarget.of(url, {}), "POST", "/x", body, **kwargs) as connection:
         data = await connection.whole()
         return connection.status, data
@@ -162,7 +162,7 @@ async def test_a_stream_may_be_longer_than_the_bound_when_it_is_read(pool: Pool)
     )
     target = HttpTarget.of(await peer.start(), {})
     size = 0
-    async with pool.request(target, "POST", "/x", b"", timeout_s=5, max_bytes=10_000) as connection:
+    async with pool.request(target, "POST", "/x", b"", timeout_s=60, max_bytes=10_000) as connection:
         assert await connection.begun() == 200
         while part := await connection.read():
             size += len(part)
@@ -184,7 +184,7 @@ async def test_a_stream_that_nobody_reads_makes_its_peer_wait(
         ]
     )
     target = HttpTarget.of(await peer.start(), {})
-    async with pool.request(target, "POST", "/x", b"", timeout_s=30, max_bytes=2**26) as connection:
+    async with pool.request(target, "POST", "/x", b"", timeout_s=100, max_bytes=2**26) as connection:
         size = len(await connection.read())
         await until(lambda: not connection.transport.is_reading())
         while part := await connection.read():
@@ -204,7 +204,7 @@ async def test_the_end_of_a_stream_that_was_left_frees_its_connection(pool: Pool
     url = await peer.start()
     for _ in range(3):
         async with pool.request(
-            HttpTarget.of(url, {}), "POST", "/x", b"", timeout_s=5, max_bytes=1000
+            HttpTarget.of(url, {}), "POST", "/x", b"", timeout_s=60, max_bytes=1000
         ) as connection:
             await connection.read()
             connection.leave()
@@ -221,7 +221,7 @@ async def test_an_end_that_does_not_come_closes_the_connection(
         lambda number, request: [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ndone\r\n"]
     )
     target = HttpTarget.of(await peer.start(), {})
-    async with pool.request(target, "POST", "/x", b"", timeout_s=5, max_bytes=1000) as connection:
+    async with pool.request(target, "POST", "/x", b"", timeout_s=60, max_bytes=1000) as connection:
         await connection.read()
         connection.leave()
     await until(lambda: pool.num_connections == 0)
@@ -291,7 +291,7 @@ async def test_what_is_sent(pool: Pool) -> None:
     target = HttpTarget.of(url + "/base path/", {"Authorization": "Bearer t"})
     body = b"x" * 100_000
     async with pool.request(
-        target, "POST", "/x", body, timeout_s=5, max_bytes=10, headers=encode_headers({"traceparent": "00"})
+        target, "POST", "/x", body, timeout_s=60, max_bytes=10, headers=encode_headers({"traceparent": "00"})
     ) as connection:
         await connection.whole()
     head, _, sent = peer.requests[0].partition(b"\r\n\r\n")
@@ -328,7 +328,7 @@ async def test_an_engine_that_cannot_be_asked_is_lost_and_not_our_fault() -> Non
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - any condition, not one event
             await asyncio.sleep(0)
 
@@ -343,7 +343,7 @@ async def test_a_closed_pool_begins_nothing(pool: Pool) -> None:
     for asked in (connecting, ask(pool, url)):
         with pytest.raises(PeerLost):
             await asked
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while pool.num_connections:  # noqa: ASYNC110 - in this process
             await asyncio.sleep(0)
     peer.close()
@@ -359,7 +359,7 @@ class Asking:
         self.pool, self.target = pool, HttpTarget.of(url, {})
         self.told: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()
 
-    def ask(self, timeout_s: float = 5.0, max_bytes: int = 1000) -> Any:
+    def ask(self, timeout_s: float = 60.0, max_bytes: int = 1000) -> Any:
         return self.pool.ask(
             self.target,
             "POST",
@@ -398,7 +398,7 @@ async def test_whoever_is_told_may_ask_again_at_once(pool: Pool) -> None:
         "POST",
         "/x",
         b"{}",
-        timeout_s=5.0,
+        timeout_s=60.0,
         max_bytes=1000,
         done=lambda *_: again.append(made.ask()),
     )
@@ -422,7 +422,7 @@ async def test_whoever_is_told_may_ask_again_at_once(pool: Pool) -> None:
 async def test_what_goes_wrong_is_told_once(pool: Pool, parts: list[Any], error: type[Exception]) -> None:
     stays = parts == ["stay"]
     peer, made = await asking(pool, [b""] if stays else parts)
-    made.ask(timeout_s=0.05 if stays else 5.0)
+    made.ask(timeout_s=0.05 if stays else 60.0)
     _, _, found = await made.told.get()
     assert isinstance(found, error)
     await until(lambda: pool.num_connections == 0)

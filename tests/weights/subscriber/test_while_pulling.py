@@ -135,12 +135,11 @@ def test_a_poll_that_failed_pulls_nothing_any_more(
     publisher: WeightPublisher, trainer: ToyTrainer, store: WatchedStore, many: WeightSubscriber
 ) -> None:
     publisher.publish(0)
-    begun, failed, over = threading.Event(), threading.Event(), threading.Event()
+    calls, failed, over = itertools.count(), threading.Event(), threading.Event()
     beside: list[bool] = []
 
     def twist(key: str, offset: int, data: bytes) -> bytes:
-        if not begun.is_set():
-            begun.set()
+        if next(calls) == 0:
             assert failed.wait(LIMIT_S)
             beside.append(over.wait(0.3))  # ends by itself where the poll waits for it
             return data
