@@ -81,7 +81,7 @@ FIRST = ("table_1", "lend")
 """The longest stage, which has no room behind others: a call begins with it as soon as the second one is done."""
 
 BAD: dict[str, Stage] = {
-    "hangs": Stage("rehearsal", "hangs", "hangs, and so does what it started", (), 3, 3, 3, None, "partial"),
+    "hangs": Stage("rehearsal", "hangs", "hangs, and so does what it started", (), 3, 10, 3, None, "partial"),
     "dies": Stage("rehearsal", "dies", "dies of a signal", (), 3, 20, 3, None, "partial"),
     "prints": Stage("rehearsal", "prints", "prints behind its answer, and does not end", (), 3, 40, 12),
 }  # fmt: skip

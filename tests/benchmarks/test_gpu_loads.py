@@ -44,7 +44,7 @@ def collected(*options: str) -> subprocess.CompletedProcess[str]:
         *device.CONTRACT,
     ]
     return subprocess.run(
-        command, cwd=common.ROOT, capture_output=True, text=True, timeout=100, check=False,
+        command, cwd=common.ROOT, capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTEST_ADDOPTS": ""},
     )  # fmt: skip
 
