@@ -291,7 +291,7 @@ class World:
             rollout_pages=_sum(leases, "reserved_pages"),
             idle_s=psutil.cpu_times(percpu=True)[self.plan.cores[0]].idle,
             serving_cpu_s=serving_cpu_s,
-            rollout_cpu_s=sum(cpu_s(psutil.Process(one["pid"])) for one in engines if one["pid"]),
+            rollout_cpu_s=sum(_cpu_s_of(one["pid"]) for one in engines if one["pid"]),
             kills=sum(int(one["kills"]) for one in engines),
             stops=_sum(layers, "stops"),
             quick_stops=_sum(layers, "quick_stops"),
@@ -336,6 +336,14 @@ def cpu_s(root: psutil.Process) -> float:
     return used
 
 
+def _cpu_s_of(pid: int) -> float:
+    """0 for an engine that has ended since its agent told of it: that is a part of what is measured, and no end of it."""
+    try:
+        return cpu_s(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
 def _metrics(url: str) -> dict[str, int]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
         text = answer.read().decode()
@@ -372,7 +380,9 @@ async def answered(records: Path, num: int, timeout_s: float = LONGEST_S) -> int
 
 
 def delta(before: Reading, after: Reading) -> dict[str, float]:
-    """What happened between two readings, and the later one's levels."""
+    """What happened between two readings, and the later one's levels.  Of an engine that was replaced, what the new one has used."""
     first, last = asdict(before), asdict(after)
     change = {name: last[name] - first[name] for name in last if name not in ("at_s", "rollout_pages")}
+    if change["rollout_cpu_s"] < 0:
+        change["rollout_cpu_s"] = last["rollout_cpu_s"]
     return {**change, "seconds": last["at_s"] - first["at_s"], "rollout_pages": last["rollout_pages"]}

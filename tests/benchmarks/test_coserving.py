@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from benchmarks.coserving.plan import (
     make_schedule,
     make_segments,
 )
+from benchmarks.coserving.world import Reading, _cpu_s_of, delta
 from rose.evaluation.arms import RequestLatency, Slo
 from rose.evaluation.arrivals import TraceRow, TrafficShape
 
@@ -262,3 +265,16 @@ def test_the_bar_of_the_stops_is_missed(change: dict[str, Any]) -> None:
 
 def test_too_few_misses_without_stops_tell_nothing() -> None:
     assert stop_verdict({**FOUND, "tight_added_misses_without": 9}, 0) is None
+
+
+def test_a_rollout_engine_that_was_replaced_has_used_what_the_new_one_has() -> None:
+    fields = [field.name for field in dataclass_fields(Reading)]
+    before = Reading(**dict.fromkeys(fields, 1) | {"rollout_cpu_s": 90.0})
+    after = Reading(**dict.fromkeys(fields, 3) | {"rollout_cpu_s": 2.5})
+    assert delta(before, after)["rollout_cpu_s"] == 2.5
+
+
+def test_an_engine_that_has_ended_since_its_agent_told_of_it_ends_no_measurement() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert _cpu_s_of(ended.pid) == 0.0
