@@ -276,7 +276,7 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
         running = [asyncio.create_task(actors.run_on(0, [])) for _ in range(5 * 256)]
         try:
             await asyncio.sleep(0)  # they have been sent
-            return await asyncio.wait_for(answer_of(manager.pid.remote()), 30)
+            return await asyncio.wait_for(answer_of(manager.pid.remote()), 60)
         finally:
             for one in running:
                 one.cancel()

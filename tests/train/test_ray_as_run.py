@@ -24,7 +24,7 @@ from tests.train.world import World, running_world
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 RUN = """
 import json, os, subprocess, sys
@@ -241,7 +241,7 @@ def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
                 told.append(json.loads(line))
                 if told[-1] == {"step": 0, "event": None} and nodes[0].process.poll() is None:
                     nodes[0].kill()
-            job.wait(60)
+            job.wait(120)
         finally:
             job.kill()
             for node in nodes[1:]:

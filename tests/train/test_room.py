@@ -51,13 +51,14 @@ async def test_each_rank_has_a_gpu_and_a_cluster_with_too_few_says_so(
     """Ray counts the GPUs that it is told of, whether they are there or not."""
     import ray
 
-    monkeypatch.setattr("rose.train.room.PATIENCE_S", 0.0)
     with ray_for(job(short_tmp, 2)):
+        monkeypatch.setattr("rose.train.room.PATIENCE_S", 60.0)
         room = Room(job(short_tmp, 2))
         assert await room.hold()
         options: list[Any] = [room.of_rank(0), room.of_rank(1), room.of_manager(0)]
         actors = [ray.remote(**one)(Seer).remote() for one in options]
         assert ray.get([one.devices.remote() for one in actors]) in (["0", "1", ""], ["1", "0", ""])
+        monkeypatch.setattr("rose.train.room.PATIENCE_S", 0.0)
         with pytest.raises(
             ConfigError, match=r"ray: the cluster has 2 GPUs; the job's 3 trainer ranks want one each"
         ):

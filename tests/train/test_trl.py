@@ -65,7 +65,9 @@ def follow(store: str, folder: Path, over: threading.Event) -> None:
     """What a node agent does with versions: follow the store, and hand each to the engines of the world."""
     subscriber = WeightSubscriber(open_store(store), RUN, folder / "spool")
     try:
-        while not over.is_set():
+        is_last = False
+        while not is_last:
+            is_last = over.is_set()  # and what was published before that is still to be had
             version = subscriber.poll(timeout_s=0.1)
             target = folder / "versions" / f"{version}.safetensors"
             if version is not None and not target.exists():
@@ -94,7 +96,7 @@ def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
         finally:
             over.set()
-            follower.join(20)
+            follower.join(100)
         assert done.returncode == 0, done.stderr[-3000:]
         assert world.scheduler is not None
         traces = [one.trace("", "") for one in world.scheduler.store.trajectories.values()]

@@ -89,7 +89,7 @@ class World:
         self._stack = contextlib.AsyncExitStack()
 
     def call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(200)
 
     async def start(self) -> None:
         config = SchedulerConfig(port=0)
@@ -150,5 +150,5 @@ def running_world(root: Path, model_path: Path, *, num_engines: int = 2) -> Iter
     finally:
         world.call(world.stop())
         world.loop.call_soon_threadsafe(world.loop.stop)
-        thread.join(10)
+        thread.join(60)
         world.loop.close()
