@@ -117,7 +117,7 @@ def standing(server: EngineServer, host: Host, max_tokens: int) -> Turn:
         if turn is None or not turn.is_alive():
             turn = Turn(server, PROMPT, max_tokens)
         host.set(busy=1, waiting=1, owes_first=1)
-        until = time.monotonic() + 0.25
+        until = time.monotonic() + 1.0
         while time.monotonic() < until and turn.is_alive():
             state = layers.read()
             if state is not None and state.waiting:
@@ -170,6 +170,16 @@ def test_its_lease_tells_the_longest_of_its_last_steps(server: EngineServer, hos
 
 
 def test_a_closed_gate_calls_no_schedule_and_an_event_opens_it(server: EngineServer, host: Host) -> None:
+    opened_by: list[str] = []
+    while (
+        "event" not in opened_by and len(opened_by) < 5
+    ):  # one that is late may find the timer there before it
+        opened_by.append(closed_and_opened(server, host))
+    assert opened_by[-1] == "event"
+
+
+def closed_and_opened(server: EngineServer, host: Host) -> str:
+    """Close the gate before a turn, and open it: who did."""
     busy_without_slack(host)
     eventually(lambda: not status(server)["gate_open"], "gate closed")
     turn = Turn(server, PROMPT, 5)
@@ -184,7 +194,7 @@ def test_a_closed_gate_calls_no_schedule_and_an_event_opens_it(server: EngineSer
     assert turn.choice()["finish_reason"] == "length"
     after = status(server)
     assert after["schedules"] > before
-    assert after["gate_opened_by"] == "event"
+    return after["gate_opened_by"]
 
 
 def test_an_abort_is_served_while_the_gate_is_closed(server: EngineServer, host: Host) -> None:
@@ -199,24 +209,30 @@ def test_an_abort_is_served_while_the_gate_is_closed(server: EngineServer, host:
     assert turn.choice()["finish_reason"] == "abort"
 
 
+def cut_turn(server: EngineServer, host: Host, max_tokens: int) -> dict[str, Any]:
+    """A turn under which all memory goes, and comes back behind it.  On a fast machine it may be over before."""
+    turn = Turn(server, PROMPT, max_tokens)
+    eventually(lambda: status(server)["running"] == 1 or not turn.is_alive(), "the turn runs")
+    host.set(node={"lend_pages": 0})
+    choice = turn.choice()
+    settled(server, 0)
+    host.lend(8)
+    settled(server, 8)
+    return choice
+
+
 def test_a_cut_returns_partial_tokens_and_the_continued_turn_is_the_uninterrupted_one(
     server: EngineServer, host: Host
 ) -> None:
     whole = Turn(server, PROMPT, 400).choice()["token_ids"]
-    turn = Turn(server, PROMPT, 400)
-    eventually(lambda: status(server)["running"] == 1, "the turn runs")
 
-    host.set(node={"lend_pages": 0})
-    cut = turn.choice()
+    cut = next(c for c in (cut_turn(server, host, 400) for _ in range(20)) if c["finish_reason"] != "length")
 
     assert cut["finish_reason"] == "abort"
     assert cut["stop_reason"] == "rose:kv_reclaimed"
     partial = cut["token_ids"]
     assert len(partial) < 400
     assert whole[: len(partial)] == partial
-    settled(server, 0)
-    host.lend(8)
-    settled(server, 8)
     rest = Turn(server, PROMPT + partial, 400 - len(partial)).choice()["token_ids"]
     assert partial + rest == whole
 

