@@ -72,6 +72,7 @@ LONG = {
     "sim_maps": 30,
     "demo": 25,
     "learning": 150,
+    "equivalence": 240,
     "production_restart": 12,
     "cycles": 25,
     "weights_kills": 30,

@@ -39,7 +39,7 @@ class Bar:
     margins: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {
             "success": (-0.03, 0.03),
-            "length": (0.95, 1.05),
+            "length": (0.9, 1.1),
             "lag": (-0.25, 0.25),
             "actions": (0.0, 0.04),
             "gradient_cosine": (0.9, float("inf")),

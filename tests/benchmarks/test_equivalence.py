@@ -1,0 +1,202 @@
+"""The equivalence gate around its verdict: what is made of a lease, what is kept, and a trainer that changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.training import equivalence
+from benchmarks.training.equivalence_play import COUNTED, Ends, FleetPlan, FrozenTrainer, Sketch, group_of
+from benchmarks.training.equivalence_sums import FLEETS
+from rose.demo.demo_config import DemoConfig
+from rose.demo.models import POLICY, ensure_model
+from rose.train.batch import samples_of
+from tests.benchmarks.test_equivalence_sums import fleet
+from tests.train.traces import random_batch
+
+
+def turn(
+    segments: list[tuple[str, int]], versions: list[tuple[str, int, int]], **more: Any
+) -> dict[str, Any]:
+    told = [
+        {"tier": tier, "n": count, "attempt": number}
+        for number, (tier, count) in enumerate(segments, start=1)
+    ]
+    ids = [10 + index % 4 for index in range(36)]
+    return {"token_ids": ids, "segments": told, "versions": versions, **more}
+
+
+def trajectory(success: bool, moves: int, one: dict[str, Any], **more: Any) -> dict[str, Any]:
+    task = {"map": ["SF", "FG"]}
+    return {
+        "id": f"t{moves}",
+        "success": success,
+        "info": {"moves": moves},
+        "task": task,
+        "turns": [one],
+        **more,
+    }
+
+
+def test_a_leased_group_is_summed_and_its_cut_turns_counted() -> None:
+    both = [("1.4", 0, 20), ("1.5", 20, 16)]
+    new = [("1.5", 0, 36)]
+    members = [
+        trajectory(True, 3, turn([("harvested", 20), ("dedicated", 16)], both)),
+        trajectory(False, 5, turn([("harvested", 4), ("harvested", 32)], new), stale=True),
+        trajectory(True, 4, turn([("harvested", 6), ("dedicated", 30)], new)),
+        trajectory(True, 2, turn([("dedicated", 6), ("harvested", 30)], new)),
+        trajectory(False, 6, turn([("harvested", 36)], new)),
+    ]
+    ends = Ends()
+    ends.take(
+        {
+            "spans": [
+                (1, "w", "harvested", "t3", 1, 0.0, 1.0, "reclaim"),
+                (2, "w", "dedicated", "t3", 2, 1.0, 2.0, "done"),
+                (3, "w", "harvested", "t5", 1, 0.0, 1.0, "reclaim"),
+                (4, "w", "harvested", "t4", 1, 0.0, 1.0, "migrate"),
+                (5, "w", "dedicated", "t2", 1, 0.0, 1.0, "reclaim"),
+                (6, "w", "harvested", "t6", 1, 0.0, None, ""),
+            ]
+        }
+    )
+    group, counted = group_of(
+        members,
+        version=(1, 5),
+        boards=[["SG", "FF"], ["SF", "FG"]],
+        actions=[10, 11, 12, 13],
+        gradient=np.zeros(2),
+        ends=ends.how,
+    )
+    assert (group.board, group.episodes, group.wins, group.moves) == (1, 5, 3, 20)
+    assert (group.tokens, group.lag) == (180, 20)
+    assert (group.cut, group.cut_wins) == (2, 1)
+    assert (counted["moved"], counted["migrated"], counted["deep"]) == (4, 1, 1)
+    assert (counted["stale"], counted["versions"]) == (1, 1)
+    assert np.array(group.actions).reshape(36, 4).sum(axis=0).tolist() == [45, 45, 45, 45]
+    assert group.actions[:8] == (5, 0, 0, 0, 0, 5, 0, 0)
+
+
+def rows(count: int, wins: int = 8, cut: int = 0) -> list[dict[str, Any]]:
+    extra = dict.fromkeys(COUNTED, 0)
+    return [{**one.to_json(), "wins": wins, **extra} for one in fleet(0, num_groups=count, cut=cut)]
+
+
+STEP = {"seconds": 10.0, "whole_s": 70.0, "num_stale_groups": 2}
+
+
+def test_a_step_that_was_torn_is_leased_again(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    store = equivalence.Store(path)
+    store.add(rows(8), STEP, level="0.5", fleet="uncut", part=0, seed=7)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+
+    again = equivalence.Store(path)
+    assert (len(again.of("group", "0.5", "uncut")), len(again.of("step", "0.5", "uncut"))) == (8, 1)
+    assert path.read_bytes() == whole
+    assert again.lines == store.lines
+
+
+def test_every_start_has_a_seed_of_its_own() -> None:
+    seeds = [
+        equivalence.seed_of(str(level), name, part)
+        for level in equivalence.LEVELS
+        for name in FLEETS
+        for part in range(100)
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_run_that_is_not_whole_is_told_and_not_judged(tmp_path: Path) -> None:
+    store = equivalence.Store(tmp_path / "groups.jsonl")
+    for part in range(2):
+        for name in ("dedicated", "harvested"):
+            store.add(rows(8, cut=4), STEP, level="0.5", fleet=name, part=part, seed=part)
+
+    found = equivalence.summarise(store, ["0.2", "0.5", "0.9"])
+    assert (found["0.5.verdict"], found["met"]) == ("not judged", False)
+    assert found["0.5.reason"] == "dedicated has 256 of 5000 episodes"
+    assert found["0.5.dedicated.success"] == 0.5
+    assert (found["0.5.harvested.groups_given_up_as_stale"], found["0.5.harvested.starts"]) == (4, 2)
+    assert found["0.5.harvested_dedicated.success"] == 0.0
+    assert "0.2.verdict" not in found
+
+
+def test_the_hours_of_the_whole_follow_from_a_pilot(tmp_path: Path) -> None:
+    store = equivalence.Store(tmp_path / "pilot.jsonl")
+    for name in FLEETS:
+        for step in range(3):
+            told = {**STEP, "seconds": 30.0 + 10.0 * step, "whole_s": 90.0 + 10.0 * step}
+            store.add(rows(8), told, level="0.5", fleet=name, part=0, seed=0)
+
+    found = equivalence.trial_summary(store, "pilot")
+    assert found["uncut.tokens_per_s"] == 460.8
+    # Three fleets at three levels: a minute to start, and forty steps of ten seconds.
+    assert found["hours_of_the_whole"] == round(9 * (60 + 40 * 10) / 3600, 2)
+    assert not any("verdict" in name for name in found)
+    store.lines = store.of("step", "0.5", "uncut") + store.of("group", "0.5", "uncut")
+    assert "hours_of_the_whole" not in equivalence.trial_summary(store, "pilot")
+
+
+def test_a_run_goes_on_from_its_file_and_a_trial_cannot_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    store = equivalence.Store(path.with_suffix(".groups.jsonl"))
+    store.add(rows(8), {**STEP, "commit": "abc"}, level="0.5", fleet="uncut", part=0, seed=7)
+
+    def run(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["equivalence.py", "--json", str(path), *options])
+        return equivalence.main()
+
+    # Groups without a result are of another run: kept, and left out.
+    assert run("--judge") == 0
+    assert "0.5.uncut.episodes" not in json.loads(path.read_text())["summary"]
+    path.with_suffix(".groups.old").rename(path.with_suffix(".groups.jsonl"))
+
+    assert run("--judge") == 0
+    found = json.loads(path.read_text())
+    assert (found["summary"]["0.5.uncut.episodes"], found["details"]["seeds"]) == (128, [7])
+    with pytest.raises(SystemExit):
+        run("--pilot")
+    assert "name another for a trial" in capsys.readouterr().err
+
+
+def test_a_frozen_trainer_measures_each_group_and_changes_nothing(tmp_path: Path) -> None:
+    recipe = replace(POLICY, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    plan = FleetPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path, logs=tmp_path)
+    plan.policy_model = ensure_model(recipe, tmp_path)
+    trainer = FrozenTrainer(plan.job(1))
+    before = [one.detach().clone() for one in trainer.masters]
+    batch = [one for trace in random_batch(0) for one in samples_of(trace, vocab_size=320, max_tokens=512)]
+    batch = [replace(one, reward=1.0) if one.group_id == "g0" else one for one in batch]
+
+    report = trainer.step(batch)
+    together = dict(trainer.gradients)
+    trainer.step([one for one in batch if one.group_id == "g2"])
+
+    assert (report.num_sequences, report.num_updates, trainer.step_index) == (16, 0, 2)
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.masters, strict=True))
+    assert sorted(together) == ["g0", "g1", "g2", "g3"]
+    # Of equal rewards there is nothing to learn; of others the gradient is the group's own, whoever is beside it.
+    assert not together["g0"].any()
+    assert together["g2"].any()
+    np.testing.assert_allclose(trainer.gradients["g2"], together["g2"], rtol=1e-5, atol=1e-9)
+
+
+def test_a_projection_keeps_products() -> None:
+    draws = torch.Generator().manual_seed(0)
+    one = torch.randn(20_000, generator=draws)
+    other = 0.6 * one + 0.8 * torch.randn(20_000, generator=draws)
+    sketch = Sketch(20_000)
+    ours, theirs = sketch.of([one[:5], one[5:]]), sketch.of([other])
+    assert ours @ theirs / np.sqrt((ours @ ours) * (theirs @ theirs)) == pytest.approx(0.6, abs=0.08)
