@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-UNGUARDED: Mapping[str, Any] = {"kl_target": 0.0, "starved": "train", "grad_quantile": 0.0, "dual_clip": 0.0}
+UNGUARDED: Mapping[str, Any] = {
+    "kl_target": 0.0,
+    "starved": "train",
+    "proportional": False,
+    "grad_quantile": 0.0,
+    "dual_clip": 0.0,
+}
 
 TOY_RECIPE: Mapping[str, Any] = {
     "learning_rate": 1e-3,

@@ -61,6 +61,7 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
             kl_target=guard.kl_target,
             adapt_rate=guard.adapt_rate,
             min_informative=config.min_informative_groups,
+            proportional=guard.proportional,
             grad_quantile=guard.grad_quantile,
             grad_window=guard.grad_window,
         ),

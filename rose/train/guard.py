@@ -7,6 +7,9 @@ policy loses by that are the tasks that it had learned, which are not in the los
 gradient's scale.  So each part of the guard bounds something else:
 
 - a batch of too few groups with unequal rewards changes nothing (:meth:`StepGuard.is_starved`);
+- a batch some of whose groups have nothing left but to lose moves the policy as far as the others count (:meth:`StepGuard.share_of`): where three groups of four succeed as a whole
+  the gradient is a quarter as long, and a step that depended on its length would be, too.  The rate is multiplied by that share, and
+  ``kl_target``, which grows with the square of the way, by its square;
 - a gradient is clipped at what is usual for the job (:meth:`StepGuard.grad_limit`);
 - a step moves the policy at most ``kl_target`` away from where the step began.  Of its ``n`` updates, the first ``i`` together may use ``i / n`` of
   that (:meth:`StepGuard.allowed`): without shares the first minibatches would use all of it up, and the step would follow their noise.
@@ -15,7 +18,7 @@ gradient's scale.  So each part of the guard bounds something else:
   optimiser's step;
 - a job whose updates keep going too far takes smaller ones, and larger ones again as there is room (:attr:`StepGuard.rate_factor`).
 
-(The fifth, the bound of the loss of tokens with negative advantage, is ``LossParams.dual_clip``.)
+(The last, the bound of the loss of tokens with negative advantage, is ``LossParams.dual_clip``.)
 
 Pure.  Its state, the last gradient norms and the factor of the rate, is part of the checkpoint.
 """
@@ -48,6 +51,8 @@ class GuardParams:
     """Only where there is a ``kl_target``."""
     min_informative: int = 0
     """Groups with unequal rewards that a batch needs; 0 = off."""
+    proportional: bool = False
+    """Whether a step goes less far where groups can only lose by it."""
     grad_quantile: float = 0.0
     """Of the last ``grad_window`` norms; 0 = off."""
     grad_window: int = 64
@@ -80,14 +85,22 @@ class StepGuard:
         """Whether too few groups of a batch have unequal rewards to be learned from."""
         return num_informative < self.params.min_informative
 
+    def share_of(self, num_solved: int, num_groups: int) -> float:
+        """What part of a full step's way a batch may go of whose groups so many can only lose by it."""
+        return 1.0 - num_solved / num_groups if self.params.proportional else 1.0
+
     @property
     def measures(self) -> bool:
         """Whether it wants to know how far a step has moved the policy."""
         return self.params.kl_target > 0.0
 
-    def allowed(self, done: int, total: int) -> float:
-        """How far, in nats a token, ``done`` of a step's ``total`` updates may have moved the policy."""
-        return self.params.kl_target * done / total
+    def allowed(self, done: int, total: int, share: float = 1.0) -> float:
+        """How far, in nats a token, ``done`` of a step's ``total`` updates may have moved the policy.
+
+        Args:
+            share: Of a full step's way: nats grow with its square.
+        """
+        return self.params.kl_target * share * share * done / total
 
     def smaller(self, kept: float, kl: float, allowed: float) -> float:
         """What part of the last update is to be kept, of which ``kept`` is in the weights now: the same where the policy is near enough.

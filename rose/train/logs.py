@@ -284,6 +284,7 @@ GROUPS = {
     "guard": (
         "update_kl",
         "informative_fraction",
+        "step_share",
         "grad_limit",
         "num_clipped_updates",
         "num_shortened_updates",

@@ -42,6 +42,8 @@ class TrainReport:
     seconds: float
     informative_fraction: float = 1.0
     """Of the groups: those whose rewards, before anything is taken off for length or KL, are unequal."""
+    step_share: float = 1.0
+    """Of a full step's way; less by the share of the groups that succeed as a whole.  What the guard multiplies the rate by."""
     update_kl: float = 0.0
     """Nats a token between the weights that the step began with and those that it ended with, on sequences of all groups; 0 where the guard does not
     measure it."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rose.train.advantages import uninformative_groups
+from rose.train.advantages import EQUAL_REWARDS, uninformative_groups
 from rose.train.batch import Minibatch, TrainingSequence, make_minibatch
 
 Key = tuple[str, tuple[int, ...]]
@@ -47,6 +47,8 @@ class Chosen:
     num_groups: int
     num_informative: int
     """Groups of unequal rewards of which an active sequence has an advantage."""
+    num_solved: int
+    """Groups of equal rewards, above the mean of the batch: they teach nothing, and have something to lose."""
     num_overlong: int
 
 
@@ -69,16 +71,17 @@ def chosen_of(
     eligible = [index for index in left if not (overlong_filtering and samples[index].truncated)]
     teaching = [index for index in eligible if advantages[samples[index].trajectory_id] != 0.0]
     # By the task's own rewards: penalties of length or KL differ in every group, and say nothing of the task.
-    equal = uninformative_groups(
-        {sample.trajectory_id: sample.reward for sample in samples},
-        {sample.trajectory_id: sample.group_id for sample in samples},
-    )
+    rewards = {sample.trajectory_id: sample.reward for sample in samples}
+    groups = {sample.trajectory_id: sample.group_id for sample in samples}
+    equal = uninformative_groups(rewards, groups)
+    above = sum(rewards.values()) / max(1, len(rewards)) + EQUAL_REWARDS
     active = eligible if idle_train else teaching
     return Chosen(
         taken=eligible if count_idle else active,
         active=frozenset(active),
         num_groups=len({sample.group_id for sample in samples}),
         num_informative=len({samples[index].group_id for index in teaching} - equal),
+        num_solved=len({groups[name] for name, reward in rewards.items() if reward > above} & equal),
         num_overlong=len(left) - len(eligible),
     )
 
@@ -93,6 +96,7 @@ class Totals:
     num_updates: int = 0
     grad_norm: float = 0.0
     rate: float = 0.0
+    share: float = 1.0
     update_kl: float = 0.0
     grad_limit: float = 0.0
     num_clipped: int = 0

@@ -214,14 +214,15 @@ class TorchTrainer:
             self._optimizer.zero_grad(set_to_none=True)
         if not starved:
             probe = self._probe(samples)
+            totals.share = self._guard.share_of(chosen.num_solved, chosen.num_groups)
             for done, part in enumerate(minibatches, start=1):
-                self._set_rate(rate * self._guard.rate_factor, totals)
+                self._set_rate(rate * totals.share * self._guard.rate_factor, totals)
                 active = [index for index in part if index in chosen.active]
                 found = early or self._gradients(active, samples, owners, advantages, proximal, reference)
                 sizes = [len(samples[index].positions) for index in part]
                 self._apply(found, share_divisor(sizes, params.loss.aggregation), totals)
                 if probe:
-                    allowed = self._guard.allowed(done, len(minibatches))
+                    allowed = self._guard.allowed(done, len(minibatches), totals.share)
                     self._hold_back(probe, samples, owners, proximal, allowed, totals)
             self._policy.merge()
         self._step_index += 1
@@ -250,6 +251,7 @@ class TorchTrainer:
             kl_reference=kl,
             seconds=time.monotonic() - started_s,
             informative_fraction=chosen.num_informative / chosen.num_groups,
+            step_share=totals.share,
             update_kl=totals.update_kl,
             grad_limit=totals.grad_limit,
             num_clipped_updates=totals.num_clipped,

@@ -69,6 +69,9 @@ class GuardSettings(Section):
     changes nothing; ``skip`` changes nothing at once; ``train`` switches this off."""
     min_informative: float = Field(default=0.2, gt=0, le=1)
     """Share of the groups that have to have unequal rewards."""
+    proportional: bool = True
+    """A step moves the policy less far by the share of its groups that succeed as a whole (equal rewards, above the batch's mean): they are not in the loss,
+    and can only lose.  The rate is multiplied by what is left, and ``kl_target`` by its square."""
     max_rounds: int = Field(default=4, ge=1, le=1000)
     grad_quantile: float = Field(default=0.9, ge=0, le=1)
     """Gradients are clipped at this quantile of the norms of the last ``grad_window`` updates, once a quarter of as many are known; ``max_grad_norm`` holds as

@@ -102,13 +102,24 @@ def test_held_out_gaps_are_told_only_of_runs_that_were_evaluated_on_the_way() ->
 def test_a_run_collapsed_if_it_falls_far_below_its_best_so_far() -> None:
     assert collapse.fall_of([0.1, 0.5, 1.0, 0.375, 0.9]) == pytest.approx(0.625)
     assert collapse.fall_of([0.0, 0.2, 0.4]) == 0.0
-    curves = {"greedy": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], "sampled": [0.5] * 6}
+    curves = {
+        "greedy": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "sampled": [0.5] * 6,
+        "greedy_failures": 8,
+        "greedy_out_of_turns": 3,
+    }
     guard = {name: [0.0] * 6 for name in collapse.GUARD_FIGURES}
     runs = [
         {"arm": "bare", "fall": 0.2, **curves, **guard},
         {"arm": "bare", "fall": 0.5, **curves, "greedy": [1.0, 0.5, 0.5, 0.5, 0.5, 0.5], **guard},
     ]
+    runs[0]["sampled"] = [0.9, 0.55, 0.5, 0.5, 0.5, 0.5]
     told = collapse.summarise(runs)
+    assert (told["bare_lost"], told["bare_sampled_fall"]) == (
+        1,
+        pytest.approx(0.4),
+    )  # greedy play need not have fallen
+    assert (told["bare_greedy_failures"], told["bare_greedy_out_of_turns"]) == (16, 6)
     assert (told["bare_runs"], told["bare_collapsed"]) == (2, 1)
     assert (told["bare_greedy"], told["bare_greedy_steady"]) == (0.75, 1.0)
 

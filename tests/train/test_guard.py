@@ -118,6 +118,37 @@ def test_what_is_allowed_grows_with_the_updates_of_a_step() -> None:
     assert [guard.allowed(done, 4) for done in (1, 2, 3, 4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
 
 
+@pytest.mark.parametrize(("equal", "share"), [(3, 0.25), (2, 0.5), (0, 1.0)])
+def test_a_step_goes_less_far_by_the_groups_that_can_only_lose(
+    policy_model: Path, equal: int, share: float
+) -> None:
+    """AdamW's own step is nearly as long whatever part of the batch has a gradient."""
+
+    def way(equal: int, proportional: bool) -> float:
+        trainer = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(proportional=proportional)))
+        before = weights(trainer)
+        report = trainer.step(samples(equal=equal), single_update=True)
+        assert report.step_share == (share if proportional else 1.0)
+        return float((weights(trainer) - before).norm())
+
+    assert way(equal, False) > 0.9 * way(0, False)
+    assert way(equal, True) == pytest.approx(share * way(equal, False), rel=1e-3)
+
+
+def test_groups_that_fail_as_a_whole_do_not_shorten_a_step(policy_model: Path) -> None:
+    """They have nothing to lose, and a job that succeeds seldom has many."""
+    batch = [replace(one, reward=0.0) if one.group_id != "g3" else one for one in samples()]
+    params = replace(BASE, guard=GuardParams(proportional=True))
+    report = TorchTrainer(policy_model, params).step(batch, single_update=True)
+    assert (report.step_share, report.informative_fraction) == (1.0, 0.25)
+
+
+def test_the_trust_region_of_a_step_follows_its_share(policy_model: Path) -> None:
+    params = replace(BASE, guard=GuardParams(kl_target=1e-3, proportional=True))
+    assert TorchTrainer(policy_model, params).step(samples(equal=3)).update_kl <= 1e-3 / 16
+    assert StepGuard(params.guard).allowed(1, 2, share=0.25) == pytest.approx(1e-3 / 32)
+
+
 def test_updates_that_go_too_far_make_the_rate_smaller_and_room_makes_it_larger() -> None:
     guard = StepGuard(GuardParams(kl_target=0.1, adapt_rate=True))
     assert guard.rate_factor == 1.0

@@ -305,6 +305,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("lora", {"rank": 4, "targets": ("q_proj",)}, "lora.targets"),
         ("guard", {"kl_target": 0.5}, "guard.kl_target"),
         ("guard", {"adapt_rate": False}, "guard.adapt_rate"),
+        ("guard", {"proportional": False}, "guard.proportional"),
         ("guard", {"grad_quantile": 0.5}, "guard.grad_quantile"),
         ("guard", {"grad_window": 7}, "guard.grad_window"),
         ("guard", {"dual_clip": 7.0}, "loss.dual_clip"),
