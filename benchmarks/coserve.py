@@ -14,7 +14,9 @@ four minutes, eight with two engine cores; a long measurement is several runs, p
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
 What each kind of production (``--engine``: lora, sliding, ngram, dp2) shows is one run of each, written down before the first: ``--segments 14
---rate 0.9 --seed 21 --arms alone_1,alone_2,paper,rose``, some hundred pairs, judged by ``bar_met``; every run is kept.
+--rate 0.9 --seed 21 --arms alone_1,alone_2,paper,rose``, some hundred pairs, judged by ``bar_met``; every run is kept.  A second one, written down
+after the first three: ngram as it was, with nothing else on the engines' core; lora with ``--rate 0.2``, for a step with adapters takes four plain ones
+on a CPU, and at 0.9 production alone was overloaded.
 
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
