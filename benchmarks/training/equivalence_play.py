@@ -59,6 +59,7 @@ from tests.train.local_actors import LocalActor, LocalActors
 DIMENSIONS = 1024
 """Of a projected gradient.  Both fleets are projected alike, so that equal means stay equal."""
 HARVESTED = "harvested"
+CATCH_UP_S = 10.0
 COUNTED: Sequence[str] = ("turns", "moved", "migrated", "deep", "stale", "mixed", "versions")
 """Of a group, beside what is judged: turns, trajectories that were marked as stale, turns with tokens of two versions."""
 RECLAIM = "reclaim"
@@ -142,14 +143,54 @@ class FrozenTrainer(TorchTrainer):
         )
 
 
+class Ends:
+    """Why attempts ended, as the scheduler's event stream has it, while a run lasts.
+
+    Attributes:
+        how: By trajectory and attempt; each trajectory has one turn.
+    """
+
+    def __init__(self) -> None:
+        self.how: dict[tuple[str, int], str] = {}
+        self._taken = asyncio.Event()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take what an event says of attempts that are over."""
+        for span in event.get("spans") or ():
+            _, _, _, trajectory, attempt, _, end_s, how = span
+            if end_s is not None:
+                self.how[trajectory, attempt] = how
+        self._taken.set()
+
+    async def catch_up(self) -> None:
+        """Until what had ended before is known; the stream tells once a second.  Where it tells nothing, a cut too few is counted."""
+        self._taken.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._taken.wait(), CATCH_UP_S)
+
+    async def watch(self, url: str, token: str) -> None:
+        """Follow the scheduler until cancelled; what was missed is in the history that each connection begins with."""
+        timeout = httpx.Timeout(None, connect=2.0, read=30.0)
+        async with open_client(bearer(token)) as client:
+            while True:
+                with suppress(*BROKEN, ValueError):
+                    async with client.stream("GET", f"{url}/events", timeout=timeout) as stream:
+                        async for line in lines_of(stream.aiter_raw()):
+                            if line.startswith(b"data:"):
+                                self.take(json.loads(line[5:]))
+                await asyncio.sleep(1.0)
+
+
 class Recorded(TrainWorker):
     """A train worker that keeps what it was leased for the last step.
 
     Attributes:
+        ends: Asked to catch up after each step: what a step was leased may have been cut a moment ago.
         leased: Trajectories by group, in the order of their lease.
         version: Attempt and step that leased them.
     """
 
+    ends: Ends
     leased: Mapping[str, Sequence[Mapping[str, Any]]] = {}
     version: Version = (0, 0)
 
@@ -158,6 +199,7 @@ class Recorded(TrainWorker):
         found = await super()._train(learning_rate, single_update)
         if "step" in found:
             self.leased, self.version = self._last, (self._attempt, step)
+            await self.ends.catch_up()
         return found
 
     def _forget(self) -> None:
@@ -174,40 +216,15 @@ class RecordedActors(LocalActors):
 
     worker: Recorded
 
+    def __init__(self, config: TrainConfig, tokens: Tokens, parts: Parts, ends: Ends) -> None:
+        super().__init__(config, tokens, parts)
+        self._ends = ends
+
     def _make_trainer(self) -> None:
         self.worker = Recorded(self.config, self.tokens, self._parts)
+        self.worker.ends = self._ends
         self._trainer = LocalActor(self.worker)
         self.made.append(self._trainer)
-
-
-class Ends:
-    """Why attempts ended, as the scheduler's event stream has it, while a run lasts.
-
-    Attributes:
-        how: By trajectory and attempt; each trajectory has one turn.
-    """
-
-    def __init__(self) -> None:
-        self.how: dict[tuple[str, int], str] = {}
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Take what an event says of attempts that are over."""
-        for span in event.get("spans") or ():
-            _, _, _, trajectory, attempt, _, end_s, how = span
-            if end_s is not None:
-                self.how[trajectory, attempt] = how
-
-    async def watch(self, url: str, token: str) -> None:
-        """Follow the scheduler until cancelled; what was missed is in the history that each connection begins with."""
-        timeout = httpx.Timeout(None, connect=2.0, read=30.0)
-        async with open_client(bearer(token)) as client:
-            while True:
-                with suppress(*BROKEN, ValueError):
-                    async with client.stream("GET", f"{url}/events", timeout=timeout) as stream:
-                        async for line in lines_of(stream.aiter_raw()):
-                            if line.startswith(b"data:"):
-                                self.take(json.loads(line[5:]))
-                await asyncio.sleep(1.0)
 
 
 def group_of(
@@ -380,12 +397,33 @@ async def _lease(
         switching = asyncio.create_task(_switch(plan, supervisor, part.switch_s))
     tokens = Tokens.load(plan.root / programs.TOKEN_FILE, PARTS["train"])
     config = plan.job(part.num_steps)
-    actors = RecordedActors(config, tokens, Parts(make_trainer=FrozenTrainer))
+
+    def told_step(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
+        sink(rows, {**step, **_engine_counts(plan)})
+
+    working = asyncio.ensure_future(
+        record(config, tokens, Parts(make_trainer=FrozenTrainer), told_step, told)
+    )
+    both = [working, *([switching] if switching else [])]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if switching is not None and switching.done():
+            switching.result()
+        await working
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def record(
+    config: TrainConfig, tokens: Tokens, parts: Parts, sink: Sink, told: Callable[[str], None]
+) -> None:
+    """Run the loop of a job to its end, and give the sink what each step was leased."""
+    ends = Ends()
+    actors = RecordedActors(config, tokens, parts, ends)
     boards = [task["map"] for task in LakePlanFamily(LAKES).tasks()]
     actions = single_token_ids(config.model, ACTIONS)
-    assert actions is not None
-    ends = Ends()
-    watching = asyncio.create_task(ends.watch(config.scheduler.url, tokens.environment))
     began_s = time.monotonic()
 
     def leased(record: Mapping[str, Any]) -> None:
@@ -404,20 +442,14 @@ async def _lease(
             )
             rows.append({**group.to_json(), **counted})
         step = {name: record[name] for name in REPORTED if name in record}
-        sink(rows, {**step, **_engine_counts(plan), "seconds": round(time.monotonic() - began_s, 2)})
+        sink(rows, {**step, "seconds": round(time.monotonic() - began_s, 2)})
 
-    beside = [watching, *([switching] if switching else [])]
-    working = asyncio.ensure_future(train_with(actors, leased))
+    watching = asyncio.create_task(ends.watch(config.scheduler.url, tokens.environment))
     try:
-        await asyncio.wait({working, *beside}, return_when=asyncio.FIRST_COMPLETED)
-        for task in beside:
-            if task.done():
-                task.result()
-        await working
+        await train_with(actors, leased)
     finally:
-        for task in (working, *beside):
-            task.cancel()
-        await asyncio.gather(working, *beside, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await actors.close()
 
 

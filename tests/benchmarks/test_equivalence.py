@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,26 @@ import pytest
 import torch
 
 from benchmarks.training import equivalence
-from benchmarks.training.equivalence_play import COUNTED, Ends, FleetPlan, FrozenTrainer, Sketch, group_of
-from benchmarks.training.equivalence_sums import FLEETS
+from benchmarks.training.equivalence_play import (
+    COUNTED,
+    Ends,
+    FleetPlan,
+    FrozenTrainer,
+    Sketch,
+    group_of,
+    record,
+)
+from benchmarks.training.equivalence_sums import FLEETS, Group
 from rose.demo.demo_config import DemoConfig
 from rose.demo.models import POLICY, ensure_model
+from rose.testing.fake_engine import Fault
 from rose.train.batch import samples_of
+from rose.train.train_config import TrainConfig
+from rose.train.workers import Parts
 from tests.benchmarks.test_equivalence_sums import fleet
+from tests.train.file_publisher import RUN, file_publisher
 from tests.train.traces import random_batch
+from tests.train.world import running_world
 
 
 def turn(
@@ -200,3 +215,40 @@ def test_a_projection_keeps_products() -> None:
     sketch = Sketch(20_000)
     ours, theirs = sketch.of([one[:5], one[5:]]), sketch.of([other])
     assert ours @ theirs / np.sqrt((ours @ ours) * (theirs @ theirs)) == pytest.approx(0.6, abs=0.08)
+
+
+def test_what_a_loop_is_leased_is_recorded_with_its_cuts(tmp_path: Path) -> None:
+    """Real scheduler, loop and environments; engines in torch, the second of which loses every turn that it begins after six tokens."""
+    recipe = replace(POLICY, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    plan = FleetPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path, logs=tmp_path)
+    plan.policy_model = ensure_model(recipe, tmp_path)
+    steps: list[tuple[list[Mapping[str, Any]], Mapping[str, Any]]] = []
+    with running_world(tmp_path / "world", plan.policy_model) as world:
+        world.engines[1].faults.extend(Fault(kind="reclaim", after=6) for _ in range(1000))
+        small = {"num_groups": 2, "group_size": 4}
+        table = plan.job(2).model_dump()
+        config = TrainConfig.model_validate(
+            {
+                **table,
+                "rollout": {**table["rollout"], **small},
+                "scheduler": {"url": world.url},
+                "weights": {"directory": world.versions},
+                "job": RUN,
+            }
+        )
+        parts = Parts(make_trainer=FrozenTrainer, make_publisher=file_publisher)
+
+        def sink(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
+            steps.append((list(rows), step))
+
+        asyncio.run(record(config, world.tokens, parts, sink, lambda text: None))
+        assert world.scheduler is not None
+        turns = [turn for one in world.scheduler.store.trajectories.values() for turn in one.turns]
+
+    assert [len(rows) for rows, _ in steps] == [2, 2]
+    groups = [Group.from_json(row) for rows, _ in steps for row in rows]
+    assert {(one.episodes, one.tokens) for one in groups} == {(4, 4 * 36)}
+    assert not any(one.lag for one in groups[:2])  # of the version that leased them
+    # Turns that began on the second engine were cut there, and the tokens of both engines are one turn's.
+    cut, moved = sum(one.cut for one in groups), sum(row["moved"] for rows, _ in steps for row in rows)
+    assert 0 < cut <= moved <= sum(len(turn.segments) > 1 for turn in turns)
