@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,37 @@ class OneStuck(FrozenLakeFamily):
 
 def one_stuck() -> OneStuck:
     return OneStuck(FrozenLakeParams(num_maps=4))
+
+
+class LateGroups(FrozenLakeFamily):
+    """FrozenLake of which five groups (of four) begin, and the others when a trainer has begun with two of a step's three, or after ten seconds."""
+
+    has_begun = False
+
+    def __init__(self, params: FrozenLakeParams) -> None:
+        super().__init__(params)
+        self.num_made: Counter[int] = Counter()
+
+    def make(self) -> Any:
+        inner, tasks = super().make(), list(self.tasks())
+
+        class Episode(Wrapper):
+            async def reset(self, task: Any) -> Observation:
+                index = tasks.index(task)
+                group = made[index] // 4 * len(tasks) + index  # tasks have their groups in turn
+                made[index] += 1
+                for _ in range(1000 * (group >= 5)):
+                    if LateGroups.has_begun:
+                        break
+                    await asyncio.sleep(0.01)
+                return await inner.reset(task)
+
+        made = self.num_made
+        return Episode(inner)
+
+
+def late_groups() -> LateGroups:
+    return LateGroups(FrozenLakeParams(num_maps=4))
 
 
 class Over(FrozenLakeFamily):
