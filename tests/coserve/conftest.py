@@ -62,6 +62,8 @@ class Production:
         self.used = 0
         self.needed = 0
         self.overdrawn = 0
+        """Looks at which the rollout engine's memory and what production had kept for itself were more than the device has."""
+        self._rank, self._kept = self._dir.rank("rollout", 0), 0
         self.publish()
         self._task = asyncio.create_task(self._run())
 
@@ -69,10 +71,13 @@ class Production:
         node, peer = self._node.read(), self._peer.read()
         lend = node.lend_pages if node is not None and self._node.alive() else 0
         held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
+        rank = self._rank.read()
+        resident = rank.resident_pages if rank is not None and self._rank.alive() else 0
+        self.overdrawn += self._kept + resident > TOTAL_PAGES
         # Smaller at once; larger only into pages that the peer does not have.
         reserved = max(TOTAL_PAGES - min(lend, TOTAL_PAGES), 0)
         reserved = min(reserved, TOTAL_PAGES - held) if held else reserved
-        self.overdrawn += reserved + held > TOTAL_PAGES
+        self._kept = reserved
         now_ns = time.monotonic_ns()
         self._lease.write(
             ServingLease(
