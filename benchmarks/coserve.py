@@ -23,7 +23,7 @@ Latencies count from the scheduled moment of each request.  Ratios are to produc
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
 time from step times; ``used_share``, which cannot exceed 1, is the rollout engine's CPU
 seconds over those that production left in the same blocks.  Of ``--engine dp2`` the steps of two engine cores overlap on the one core:
-there production's busy time is its CPU time.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
+there production's busy time is its CPU time, in which the spinning of cores that wait is counted: its harvested share is too high, also above 1.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
 """
 
 from __future__ import annotations
