@@ -5,6 +5,7 @@ What engines that tests kill leave in shared memory goes with the run.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -32,6 +33,14 @@ def has_gpu() -> bool:
 def shared_memory_sweep() -> Iterator[None]:
     with SharedMemorySweep():
         yield
+
+
+@pytest.fixture
+def only_new_garbage() -> Iterator[None]:
+    """The collector looks at nothing older than the test: what others have imported takes it a second each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

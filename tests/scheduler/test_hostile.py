@@ -330,6 +330,7 @@ async def test_headers_cannot_put_words_into_ours(world: World, name: str) -> No
         assert b"set-cookie" not in top.lower().replace(b"%0d%0aset-cookie", b"")
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 async def test_memory_stays_bounded_under_refused_bodies(world: World) -> None:
     """100 bodies of 2 MB, none kept: less than ten of them remain in the process."""
     await world.start(limits={"max_body_bytes": 4 * 2**20})

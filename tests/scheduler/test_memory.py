@@ -35,7 +35,7 @@ class Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(only_new_garbage: None) -> Iterator[Collector]:
     gc.disable()
     yield Collector()
     gc.set_debug(0)

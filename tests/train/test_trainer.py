@@ -404,6 +404,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused(policy_model: Path, tmp_path: P
         checkpoints.read_into({"nowhere": torch.zeros(3)}, policy_model)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 @pytest.mark.parametrize(("compute", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_the_first_model_is_held_once_and_in_the_type_that_it_computes_in(
     policy_model: Path, compute: Dtype, size: int
