@@ -36,12 +36,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @WITHOUT_GPU
-def test_a_dry_run_says_of_every_stage_why_it_would_not_run_and_writes_nothing(tmp_path: Path) -> None:
-    done = run("--dry-run", "--out", str(tmp_path / "out"))
-    lines = done.stdout.splitlines()
+def test_a_dry_run_says_of_every_stage_why_it_would_not_run_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(ready, "_import", lambda names: tried.extend(names) or {})  # the next test but one's
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry-run", "--out", str(tmp_path / "out")])
+    for name in (common.ALLOW_MPS, common.REHEARSE):
+        monkeypatch.setenv(name, "0")  # what the program makes of them is undone
+    assert gpu_check.main() == 1
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(stages.STAGES)
     assert all("no NVIDIA GPU here" in line for line in lines)
-    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert {"vllm", "torch"} <= set(tried)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -73,14 +73,20 @@ def test_a_program_is_given_what_it_had_only_where_it_is_long(
 
 
 @pytest.mark.parametrize("name", sorted({*run.WHOLE, *run.CACHES}))
-def test_programs_have_the_options_that_they_are_given(name: str) -> None:
+def test_programs_have_the_options_that_they_are_given(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported most of what they import: ten seconds less."""
     program = run.program_of(name)
-    told = subprocess.run(
-        [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
-    )
+    monkeypatch.setattr(sys, "argv", [str(program), "--help"])
+    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
     given = [str(part) for part in (*run.WHOLE.get(name, ()), *run.CACHES.get(name, ()))]
 
-    assert all(f"{option} " in told.stdout for option in given if option.startswith("--"))
+    assert all(f"{option} " in told for option in given if option.startswith("--"))
 
 
 @pytest.mark.parametrize("name", sorted({*run.MINUTES, *run.LONG}))
