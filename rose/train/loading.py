@@ -39,7 +39,7 @@ def load_module(model_path: Path) -> Any:
     _check_folder(model_path)
     try:
         return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
 
 
@@ -58,7 +58,7 @@ def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         with _parameters_on_meta():
             skeleton: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
     skeleton.tie_weights()
     module = copy.deepcopy(skeleton)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,15 @@ def test_a_checkpoint_holds_no_pickle(trainer: TorchTrainer, tmp_path: Path) -> 
     path = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["step"] == 1
+
+
+@pytest.mark.skipif(any(find_spec(name) for name in ("flash_attn", "kernels")), reason="they are installed")
+def test_attention_whose_kernels_are_not_installed_is_named(policy_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(policy_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    with pytest.raises(ConfigError, match=r"model: .*cannot be loaded: FlashAttention2"):
+        TorchTrainer(folder, TrainerParams(learning_rate=1e-3))
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
