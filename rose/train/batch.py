@@ -10,13 +10,14 @@ were drawn under something that the trainer does not reproduce (``rose.train.con
 Nothing here trusts the trace: ids, lengths, log-probs, temperatures and sampling settings are checked,
 and what cannot be trained correctly is refused by name.
 
-Shapes: ``B`` sequences, ``T`` positions (right-padded), ``N`` sampled tokens of the minibatch.
+Shapes: ``B`` rows (one, of all sequences, where they are packed; else one a sequence), ``T`` positions (right-padded), ``N`` sampled tokens of the minibatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,8 +65,12 @@ class Minibatch:
     """Tensors of some samples.  ``rows_N, columns_N`` say where in ``[B, T]`` the logits of a token are."""
 
     input_ids_BT: Tensor
+    position_ids_BT: Tensor | None
+    """Of packed sequences: anew from 0 for each.  None = the columns."""
     rows_N: Tensor
     columns_N: Tensor
+    sequence_N: Tensor
+    """Number of the sequence that a token is of."""
     targets_N: Tensor
     behaviour_N: Tensor
     temperature_N: Tensor
@@ -169,16 +174,21 @@ def make_minibatch(
     advantages: Mapping[str, float] | None = None,
     shares: Sequence[float] | None = None,
     pad_id: int = 0,
+    packed: bool = False,
 ) -> Minibatch:
     """Pad on the right: with causal attention no real token sees a pad, so no attention mask is needed.
 
     Args:
+        packed: Put all behind one another into one row instead (:mod:`rose.train.packing`); nothing is padded.
         advantages: By trajectory id; None = 0, where only log-probs are wanted.
         shares: Of one token of each sample; None = 0.
     """
-    width = max(len(sample.token_ids) for sample in samples)
-    input_ids_BT = torch.full((len(samples), width), pad_id, dtype=torch.long)
-    rows: list[int] = []
+    # The last position predicts nothing that was sampled, and is left out.
+    lengths = [max(1, len(sample.token_ids) - 1) for sample in samples]
+    shape = (1, sum(lengths)) if packed else (len(samples), max(lengths))
+    input_ids_BT = torch.full(shape, pad_id, dtype=torch.long)
+    starts = [0, *accumulate(lengths[:-1])] if packed else [0] * len(samples)
+    sequences: list[int] = []
     columns: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
@@ -186,11 +196,12 @@ def make_minibatch(
     advantage: list[float] = []
     share: list[float] = []
     allowed: list[tuple[int, ...] | None] = []
-    for row, sample in enumerate(samples):
-        input_ids_BT[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids, dtype=torch.long)
+    for row, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+        ids_T = torch.tensor(sample.token_ids[:length], dtype=torch.long)
+        input_ids_BT[0 if packed else row, start : start + length] = ids_T
         for position in sample.positions:
-            rows.append(row)
-            columns.append(position - 1)  # a token is predicted by the position before it
+            sequences.append(row)
+            columns.append(start + position - 1)  # a token is predicted by the position before it
             targets.append(sample.token_ids[position])
         num_sampled = len(sample.positions)
         advantage.extend([0.0 if advantages is None else advantages[sample.trajectory_id]] * num_sampled)
@@ -199,11 +210,13 @@ def make_minibatch(
         temperatures.extend(sample.temperatures)
         allowed.extend(sample.allowed)
     allowed_KV, allowed_index = distinct_restrictions(allowed, vocab_size)
+    sequence_N = torch.tensor(sequences, dtype=torch.long)
     return Minibatch(
-        # The last position predicts nothing that was sampled.
-        input_ids_BT=input_ids_BT[:, :-1] if width > 1 else input_ids_BT,
-        rows_N=torch.tensor(rows, dtype=torch.long),
+        input_ids_BT=input_ids_BT,
+        position_ids_BT=torch.cat([torch.arange(one) for one in lengths]).unsqueeze(0) if packed else None,
+        rows_N=torch.zeros_like(sequence_N) if packed else sequence_N,
         columns_N=torch.tensor(columns, dtype=torch.long),
+        sequence_N=sequence_N,
         targets_N=torch.tensor(targets, dtype=torch.long),
         behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
         temperature_N=torch.tensor(temperatures, dtype=torch.float32),

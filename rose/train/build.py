@@ -30,6 +30,7 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
         minibatch_sequences=settings.minibatch_sequences,
         count_idle=settings.count_idle,
         max_part_tokens=settings.max_part_tokens,
+        packing=settings.packing,
         max_grad_norm=settings.max_grad_norm,
         weight_decay=settings.weight_decay,
         adam_beta2=settings.adam_beta2,

@@ -38,6 +38,7 @@ from rose.train.loading import (
     sharded_masters,
 )
 from rose.train.logprobs import token_log_probs
+from rose.train.packing import check_rows, row_tokens
 
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["cpu", "cuda"]
@@ -105,9 +106,10 @@ class PolicyModel(ComputingModel):
         device: Where it computes; ``cuda`` is the process's current device.
         offload: Masters, and with them the optimiser's moments, stay in host memory.
         lora: Train adapters (:mod:`rose.train.adapter`); masters are these alone, and :attr:`module` is merged of them.
+        packing: It will be given packed minibatches.
 
     Raises:
-        ConfigError: The folder holds no model that can be loaded, or one that does more with its logits than its output layer.
+        ConfigError: The folder holds no model that can be loaded, or one that does more with its logits than its output layer, or that may not be packed.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class PolicyModel(ComputingModel):
         activation_checkpointing: bool = False,
         offload: bool = False,
         lora: LoraParams | None = None,
+        packing: bool = False,
     ) -> None:
         super().__init__(policy_dtype, compute_dtype, device)
         self._path = model_path
@@ -146,6 +149,8 @@ class PolicyModel(ComputingModel):
         config = computing.config
         self.vocab_size: int = config.vocab_size
         self.max_tokens: int = config.max_position_embeddings
+        self.row_tokens = row_tokens(config, model_path) if packing else None
+        """The most tokens of a packed row of several sequences; None = no bound of its own."""
         # No dropout: proximal and current must be the same function.
         computing.eval()
         if activation_checkpointing:
@@ -167,6 +172,8 @@ class PolicyModel(ComputingModel):
         self.round_weights()
         self.merge()
         _check_output_layer(self._policy, model_path, self.device)
+        if packing:
+            check_rows(lambda batch: self.log_probs(batch.to(self.device)), self.vocab_size, model_path)
 
     # --- computing -------------------------------------------------------------------------------------
 
@@ -254,8 +261,11 @@ class _Policy(torch.nn.Module):
 
     def forward(self, batch: Minibatch | Tensor) -> tuple[Tensor, Tensor]:
         """Of mere ids ``[1, T]``: the logits that log-probs are taken of, and the model's own, ``[T, V]`` each."""
-        ids_BT = batch if isinstance(batch, Tensor) else batch.input_ids_BT
-        hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        ids_BT, positions_BT = (
+            (batch, None) if isinstance(batch, Tensor) else (batch.input_ids_BT, batch.position_ids_BT)
+        )
+        found = self.model.base_model(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
+        hidden_BTD = found.last_hidden_state
         output = self.model.get_output_embeddings()
         if isinstance(batch, Tensor):
             ours_TV = torch.nn.functional.linear(hidden_BTD[0], output.weight, output.bias)

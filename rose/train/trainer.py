@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ from rose.train.loss import (
     undivided_shares,
 )
 from rose.train.model import ComputingModel, Device, Dtype, FrozenModel, PolicyModel, local_of, whole_of
+from rose.train.packing import pack_by_length
 from rose.train.protocol import TrainReport
 from rose.train.recipes import AdvantageScale, Baseline
 from rose.train.step_parts import Chosen, EarlyGradients, Totals, chosen_of, key_of, stand_in
@@ -78,6 +79,8 @@ class TrainerParams:
     """Whether sequences of advantage 0 take their places in minibatches and in the divisor of the loss."""
     max_part_tokens: int = MAX_PART_TOKENS
     """Tokens of one forward pass, pads included; a minibatch of more is computed in parts."""
+    packing: bool = False
+    """Sequences of a part in one row instead of padded to the longest (``rose.train.packing``)."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     baseline: Baseline = "mean"
@@ -124,6 +127,7 @@ class TorchTrainer:
             activation_checkpointing=params.activation_checkpointing,
             offload=params.offload,
             lora=params.lora,
+            packing=params.packing,
         )
         self._reference: FrozenModel | None = None
         """The model that training began with; none where only adapters are trained beside it."""
@@ -430,6 +434,16 @@ class TorchTrainer:
             found += [part for part in parts if any(index in chosen.active for index in part)]
         return found
 
+    def _parts(
+        self, indices: Iterable[int], samples: Sequence[TrainingSequence], owners: Sequence[int]
+    ) -> list[list[int]]:
+        """Of one forward pass each, on all ranks the same."""
+        lengths, most = [sample.length for sample in samples], self.params.max_part_tokens
+        if not self.params.packing:
+            return split_by_length(indices, lengths, most)
+        row_tokens = self._policy.row_tokens
+        return pack_by_length(indices, lengths, owners, max_tokens=most, max_row_tokens=row_tokens)
+
     def _gradients(
         self,
         active: Sequence[int],
@@ -444,9 +458,8 @@ class TorchTrainer:
         sizes = [len(samples[index].positions) for index in active]
         undivided = undivided_shares(sizes, loss_params.aggregation, loss_params.sum_tokens)
         shares = dict(zip(active, undivided, strict=True))
-        lengths = [sample.length for sample in samples]
         found = Totals()
-        for part in split_by_length(active, lengths, self.params.max_part_tokens):
+        for part in self._parts(active, samples, owners):
             mine = [index for index in part if owners[index] == self._policy.rank]
             if not mine:
                 log_probs_N, _ = self._policy.log_probs(stand_in().to(self._policy.device))
@@ -458,6 +471,7 @@ class TorchTrainer:
                 vocab_size=self.vocab_size,
                 advantages=advantages,
                 shares=[shares[index] for index in mine],
+                packed=self.params.packing,
             ).to(self._policy.device)
             current_N, entropy_N = self._policy.log_probs(batch)
             proximal_N, reference_N = (
@@ -471,7 +485,7 @@ class TorchTrainer:
                 behaviour_N=batch.behaviour_N,
                 advantage_N=batch.advantage_N,
                 share_N=batch.share_N,
-                sequence_N=batch.rows_N,
+                sequence_N=batch.sequence_N,
                 params=loss_params,
                 reference_N=reference_N,
             )
@@ -562,13 +576,13 @@ class TorchTrainer:
             offsets.append(offsets[-1] + len(sample.positions))
         found_N = torch.zeros(offsets[-1])
         entropy_sum = torch.zeros((), dtype=torch.float64)
-        lengths = [sample.length for sample in samples]
-        for part in split_by_length(range(len(samples)), lengths, self.params.max_part_tokens):
+        for part in self._parts(range(len(samples)), samples, owners):
             mine = [index for index in part if owners[index] == model.rank]
             if not mine:
                 model.log_probs(stand_in().to(model.device))
                 continue
-            batch = make_minibatch([samples[index] for index in mine], vocab_size=self.vocab_size)
+            own = [samples[index] for index in mine]
+            batch = make_minibatch(own, vocab_size=self.vocab_size, packed=self.params.packing)
             log_probs_N, entropy_N = (one.cpu() for one in model.log_probs(batch.to(model.device)))
             entropy_sum += entropy_N.double().sum()
             sizes = [len(samples[index].positions) for index in mine]

@@ -165,6 +165,12 @@ class TrainerSettings(Section):
     activation_checkpointing: bool = False
     max_part_tokens: int = Field(default=16_384, ge=1)
     """Tokens of one forward pass; gradients of a minibatch add up over as many as it takes."""
+    packing: bool = False
+    """Lay the sequences of a part one behind the other in one row, ids and positions ``[1, sum of their lengths]``, instead of padding them to the longest,
+    ``[sequences, longest]``: no pads, the same minibatches, and the same loss but for rounding.  With PyTorch's attention (SDPA) the row's dense mask costs more than
+    pads do: time and memory of a layer grow with the square of the row, so that rows of several sequences end at 2,048 tokens.  With flash attention
+    (``attn_implementation`` in the model's ``config.json``) there is no mask; that has not run on a GPU yet.  Only for models that were shown to compute a
+    packed sequence as a padded one (``rose.train.packing``); others are refused."""
     num_ranks: int = Field(default=1, ge=1, le=4096)
     """Processes that share the model (FSDP2)."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -55,6 +55,7 @@ def run_steps(
     lora: bool = False,
     one_update: bool = False,
     streamed: bool = False,
+    packing: bool = False,
 ) -> None:
     # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
     # rounding to bf16 is left out: it turns a last bit into a whole step.
@@ -63,6 +64,7 @@ def run_steps(
         minibatch_sequences=64 if one_update else 5,
         num_epochs=1,
         max_part_tokens=200,
+        packing=packing,
         policy_dtype="float32",
         loss=LossParams(kl_weight=0.02, aggregation="sequence", entropy_weight=0.01),
         # Of whole models one that nothing reaches, which only has to be measured alike; of adapters one that takes updates back.
@@ -133,6 +135,7 @@ if __name__ == "__main__":
         lora="lora" in sys.argv,
         one_update="streamed" in sys.argv,
         streamed="streamed" in sys.argv,
+        packing="packed" in sys.argv,
     )
     if dist.is_initialized():
         dist.destroy_process_group()

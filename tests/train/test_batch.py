@@ -116,7 +116,7 @@ def test_minibatch_points_every_target_at_the_position_before_it() -> None:
 
     batch = make_minibatch([*a, *b], vocab_size=320, advantages={"a": 0.5, "b": -0.5}, shares=[0.3, 0.2])
 
-    assert batch.input_ids_BT.tolist() == [[10, 11, 1, 12], [20, 3, 4, 0]]
+    assert batch.input_ids_BT.tolist() == [[10, 11, 1, 12], [20, 3, 0, 0]]
     assert batch.targets_N.tolist() == [1, 2, 3, 4]
     assert list(zip(batch.rows_N.tolist(), batch.columns_N.tolist(), strict=True)) == [
         (0, 1),
@@ -126,6 +126,22 @@ def test_minibatch_points_every_target_at_the_position_before_it() -> None:
     ]
     assert batch.advantage_N.tolist() == [0.5, 0.5, -0.5, -0.5]
     assert batch.share_N.tolist() == pytest.approx([0.3, 0.3, 0.2, 0.2])
+
+
+def test_packed_sequences_lie_behind_one_another_and_begin_anew() -> None:
+    a = samples_of(trajectory([turn([10, 11], [1]), turn([10, 11, 1, 12], [2])], id="a"), **LIMITS)
+    b = samples_of(trajectory([turn([20], [3, 4])], id="b"), **LIMITS)
+
+    padded, packed = (make_minibatch([*a, *b], vocab_size=320, packed=packed) for packed in (False, True))
+
+    assert packed.input_ids_BT.tolist() == [[10, 11, 1, 12, 20, 3]]
+    assert packed.position_ids_BT is not None
+    assert packed.position_ids_BT.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert packed.rows_N.tolist() == [0, 0, 0, 0]
+    assert packed.columns_N.tolist() == [1, 3, 4, 5]
+    for batch in (padded, packed):
+        assert batch.sequence_N.tolist() == [0, 0, 1, 1]
+        assert batch.targets_N.tolist() == [1, 2, 3, 4]
 
 
 def test_restriction_and_temperature_are_those_of_each_turn() -> None:

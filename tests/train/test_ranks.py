@@ -82,6 +82,14 @@ def test_two_ranks_that_begin_with_a_group_each_time_equal_one_on_the_whole_batc
     assert_same_weights_and_reports(tmp_path / "one", tmp_path / "two")
 
 
+def test_two_ranks_that_pack_equal_one_that_pads(
+    both: tuple[Path, Path], policy_model: Path, tmp_path: Path
+) -> None:
+    run_ranks(policy_model, tmp_path, 2, "", "2", "packed")
+    assert_same_gradients(both[0], tmp_path)
+    assert_same_weights_and_reports(both[0], tmp_path)
+
+
 def assert_same_weights_and_reports(*both: Path) -> None:
     one, two = (load_file(folder / "weights.safetensors") for folder in both)
     for name, weight in one.items():

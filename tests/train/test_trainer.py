@@ -284,6 +284,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("num_epochs", 7, "num_epochs"),
         ("minibatch_sequences", 7, "minibatch_sequences"),
         ("max_part_tokens", 7, "max_part_tokens"),
+        ("packing", True, "packing"),
         ("max_grad_norm", 0.5, "max_grad_norm"),
         ("weight_decay", 0.5, "weight_decay"),
         ("adam_beta2", 0.5, "adam_beta2"),
