@@ -2,14 +2,18 @@
 
     python benchmarks/training/real_size.py --json FILE                               # Qwen3-0.6B's shape, random weights: 16 GB, many minutes
     python benchmarks/training/real_size.py --shape tiny --steps 1 --arms 1,2,lora    # to see that it runs
+    python benchmarks/training/real_size.py --shape 256x4 --steps 7 --arms packing --spread 10 --json FILE    # packed or padded?
 
 Arms: ``1`` and ``2`` ranks that train the whole model, and ``lora``: one rank that trains adapters of rank 16.  Each is a program of its own (one process a rank, gloo, one thread
 each unless told otherwise), one after the other, on the same folder and the same batch: GRPO groups of sampled tokens with made-up log-probs and rewards, of which half are 1.  What is
 timed is ``TorchTrainer.step``: proximal log-probs, then forward and backward of every minibatch, AdamW, the step guard's measure.
+``packing`` is one process with three trainers that take each step in turn, the order changed every time: one that pads, one that does the same (A/A), one that packs.  All sequences
+of a batch are one minibatch, in parts of the default size; ``--spread 10`` makes their lengths differ tenfold.  Its seconds are of the processor, not of the clock.
 
 Bar: every arm ends with finite losses and weights that moved, within the memory of the machine.  Nothing is claimed of speed.
 
-Keys, by arm: ``seconds`` (a step; median), ``tokens_per_s`` (all tokens of the batch), ``peak_bytes`` (the largest resident size of a rank, model loading included), and
+Keys of ``packing``: ``padded_s`` (a step; median), and the median over steps of ``again_over_padded`` and ``packed_over_padded``.
+Keys of the other arms: ``seconds`` (a step; median), ``tokens_per_s`` (all tokens of the batch), ``peak_bytes`` (the largest resident size of a rank, model loading included), and
 ``state_bytes``: what masters, moments and gradients of the largest rank come to.
 """
 
@@ -38,13 +42,18 @@ import torch.distributed as dist
 from benchmarks.gpu.models import SMALL, TINY, Shape, write_folder
 from benchmarks.lib.report import Report
 from rose.train.adapter import LoraParams
-from rose.train.batch import TrainingSequence
+from rose.train.batch import MAX_PART_TOKENS, TrainingSequence
 from rose.train.guard import GuardParams
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.engine_launcher import free_port
 
-SHAPES: dict[str, Shape] = {SMALL.name: SMALL, TINY.name: TINY}
-ARMS = {"1": 1, "2": 2, "lora": 1}
+TOY = Shape(
+    name="256x4", family="qwen3", hidden_size=256, intermediate_size=768, num_layers=4,
+    num_heads=4, num_kv_heads=2, head_size=64, vocab_size=2048,
+)  # fmt: skip
+"""Small enough for many steps on a CPU."""
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (SMALL, TOY, TINY)}
+ARMS = {"1": 1, "2": 2, "lora": 1, "packing": 1}
 LORA_RANK = 16
 
 
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--sampled", type=int, default=128, help="tokens")
+    parser.add_argument("--spread", type=float, default=1.0, help="longest sequence over shortest")
     parser.add_argument("--compute", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--folder", type=Path, help="where the model is, or is made; else a temporary one")
@@ -99,7 +109,17 @@ def one_arm(arm: str, args: argparse.Namespace, report: Report) -> dict[str, flo
     """Run its ranks to their end; what the slowest and the largest of them told."""
     port, started_s = str(free_port()), time.monotonic()
     own = ["--folder", str(args.folder), "--rank-of", arm]
-    for name in ("shape", "steps", "groups", "group_size", "prompt", "sampled", "compute", "threads"):
+    for name in (
+        "shape",
+        "steps",
+        "groups",
+        "group_size",
+        "prompt",
+        "sampled",
+        "spread",
+        "compute",
+        "threads",
+    ):
         own += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     ranks = []
     for rank in range(ARMS[arm]):
@@ -126,6 +146,8 @@ def one_arm(arm: str, args: argparse.Namespace, report: Report) -> dict[str, flo
         for rank in ranks:
             rank.kill()
             rank.wait()
+    if arm == "packing":
+        return told[-1]
     seconds = statistics.median(one["seconds"] for one in told if "seconds" in one)
     ends = [one for one in told if "peak_bytes" in one]
     num_tokens = args.groups * args.group_size * (args.prompt + args.sampled)
@@ -150,6 +172,9 @@ def one_rank(args: argparse.Namespace, arm: str) -> None:
         activation_checkpointing=True,
         guard=GuardParams(kl_target=0.05),
     )
+    if arm == "packing":
+        compare_packing(args, params)
+        return
     if arm == "lora":
         params = replace(params, learning_rate=1e-4, lora=LoraParams(rank=LORA_RANK, alpha=2.0 * LORA_RANK))
     trainer = TorchTrainer(args.folder, params)
@@ -175,24 +200,54 @@ def one_rank(args: argparse.Namespace, arm: str) -> None:
     os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
+def compare_packing(args: argparse.Namespace, params: TrainerParams) -> None:
+    padded = replace(
+        params,
+        minibatch_sequences=args.groups * args.group_size,
+        max_part_tokens=MAX_PART_TOKENS,
+        activation_checkpointing=False,
+    )
+    trainers = {
+        name: TorchTrainer(args.folder, replace(padded, packing=name == "packed"))
+        for name in ("padded", "again", "packed")
+    }
+    order, seconds = [*trainers], {name: list[float]() for name in trainers}
+    for step in range(args.steps + 1):
+        order.append(order.pop(0))
+        batch = made_up(args, trainers["padded"].vocab_size, seed=step)
+        for name in order:
+            started_s = time.process_time()
+            trainers[name].step(batch)
+            if step:  # the first is for warming up
+                seconds[name].append(time.process_time() - started_s)
+    found = {"padded_s": round(statistics.median(seconds["padded"]), 3)}
+    for name in ("again", "packed"):
+        ratios = [one / base for one, base in zip(seconds[name], seconds["padded"], strict=True)]
+        found[f"{name}_over_padded"] = round(statistics.median(ratios), 3)
+    print(json.dumps(found), flush=True)
+
+
 def made_up(args: argparse.Namespace, vocab_size: int, *, seed: int) -> list[TrainingSequence]:
-    """Groups of which half the rewards are 1."""
+    """Groups of which half the rewards are 1.  The longest sequence has ``prompt + sampled`` tokens, the shortest a ``spread``-th of them; in each as large a share is sampled."""
     rng = random.Random(seed)
-    length = args.prompt + args.sampled
+    longest, num = args.prompt + args.sampled, args.groups * args.group_size
+    lengths = [max(2, round(longest * args.spread ** (-one / max(1, num - 1)))) for one in range(num)]
+    rng.shuffle(lengths)
+    prompts = [max(1, length * args.prompt // longest) for length in lengths]
     return [
         TrainingSequence(
             trajectory_id=f"t{group}-{one}",
             group_id=f"g{group}",
             reward=float(one % 2),
             token_ids=tuple(rng.randrange(3, vocab_size) for _ in range(length)),
-            positions=tuple(range(args.prompt, length)),
+            positions=tuple(range(prompt, length)),
             # About what a model of random weights gives each token.
-            logprobs=(-math.log(vocab_size),) * args.sampled,
-            temperatures=(1.0,) * args.sampled,
-            allowed=(None,) * args.sampled,
+            logprobs=(-math.log(vocab_size),) * (length - prompt),
+            temperatures=(1.0,) * (length - prompt),
+            allowed=(None,) * (length - prompt),
         )
-        for group in range(args.groups)
-        for one in range(args.group_size)
+        for index, (length, prompt) in enumerate(zip(lengths, prompts, strict=True))
+        for group, one in [divmod(index, args.group_size)]
     ]
 
 
