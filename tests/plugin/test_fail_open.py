@@ -271,9 +271,10 @@ def test_a_node_state_that_cannot_be_read_ends_the_loan_and_no_more(
 
 @pytest.mark.parametrize("size", [64, 5000])
 def test_a_living_peer_whose_lease_is_damaged_holds_what_was_lent_until_it_mends_it(
-    lender: Lender, node_dir: Path, agent: Any, size: int
+    lender: Lender, node_dir: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Nobody can tell what it holds: a page that was given to both would be worse than one that comes late."""
+    monkeypatch.setattr(serving, "STRANDED_AFTER_S", 0.3)
     with NodeDir(node_dir).rollout_lease_writer() as peer:
         peer.write(RolloutLease(reserved_pages=4))
         os.truncate(node_dir / "rollout.lease", size)
