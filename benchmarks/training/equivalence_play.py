@@ -14,8 +14,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -364,7 +365,7 @@ def play(config: DemoConfig, part: PartOfRun, sink: Sink, told: Callable[[str], 
     parent = config.run_directory or default_parent()
     check_facts(gather_facts(config.ports(), parent))
     cores = config.cores()
-    with SharedMemorySweep(), Workplace(parent) as workplace, _on_core(cores[1]):
+    with SharedMemorySweep(), Workplace(parent) as workplace:
         Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = FleetPlan(
             config=config, cores=cores, root=workplace.path, logs=config.out / "logs" / part.fleet
@@ -401,9 +402,8 @@ async def _lease(
     def told_step(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
         sink(rows, {**step, **_engine_counts(plan)})
 
-    working = asyncio.ensure_future(
-        record(config, tokens, Parts(make_trainer=FrozenTrainer), told_step, told)
-    )
+    training = record(config, tokens, Parts(make_trainer=FrozenTrainer), told_step, told)
+    working = asyncio.ensure_future(on_core(plan.cores[1], training))
     both = [working, *([switching] if switching else [])]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -480,12 +480,28 @@ async def _node(plan: FleetPlan, supervisor: ProcessSupervisor, command: str) ->
         raise EngineError(f"failed: {supervisor.log_tail(program.spec.name)}", field=f"rose node {command}")
 
 
-@contextmanager
-def _on_core(core: int) -> Iterator[None]:
-    """This process stays off production's core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+async def on_core(core: int, work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work`` in a thread and loop of its own, which stay on that core, and off production's.
+
+    This thread may have all cores meanwhile: it starts programs, now and after a death, and can give none a core that it has not.
+    """
+    there = asyncio.Runner()
+    task = there.get_loop().create_task(work)
+
+    async def waited() -> None:
+        await task
+
+    def run() -> None:
+        os.sched_setaffinity(0, {core})  # of this thread, and of those that it starts
+        with there:
+            there.run(waited())
+
+    with ThreadPoolExecutor(1) as pool:
+        running = asyncio.get_running_loop().run_in_executor(pool, run)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):  # it has ended
+                there.get_loop().call_soon_threadsafe(task.cancel)
+            await asyncio.gather(running, return_exceptions=True)
+            raise

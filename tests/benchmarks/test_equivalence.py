@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from benchmarks.training.equivalence_play import (
     FrozenTrainer,
     Sketch,
     group_of,
+    on_core,
     record,
 )
 from benchmarks.training.equivalence_sums import FLEETS, Group
@@ -252,3 +254,44 @@ def test_what_a_loop_is_leased_is_recorded_with_its_cuts(tmp_path: Path) -> None
     # Turns that began on the second engine were cut there, and the tokens of both engines are one turn's.
     cut, moved = sum(one.cut for one in groups), sum(row["moved"] for rows, _ in steps for row in rows)
     assert 0 < cut <= moved <= sum(len(turn.segments) > 1 for turn in turns)
+
+
+async def test_training_has_a_core_to_itself_and_programs_are_started_from_all() -> None:
+    ours = os.sched_getaffinity(0)
+    core = max(ours)
+    seen: list[set[int]] = []
+
+    async def work() -> None:
+        seen.append(os.sched_getaffinity(0))
+        seen.append(await asyncio.to_thread(os.sched_getaffinity, 0))
+
+    await on_core(core, work())
+
+    assert seen == [{core}, {core}]
+    assert os.sched_getaffinity(0) == ours
+
+
+async def test_training_on_a_core_of_its_own_ends_when_the_part_is_broken_off() -> None:
+    here, begun, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        here.call_soon_threadsafe(begun.set)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            here.call_soon_threadsafe(ended.set)
+
+    running = asyncio.ensure_future(on_core(max(os.sched_getaffinity(0)), work()))
+    await begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await ended.wait()
+
+
+async def test_what_went_wrong_on_a_core_of_its_own_is_told() -> None:
+    async def work() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await on_core(max(os.sched_getaffinity(0)), work())
