@@ -91,7 +91,8 @@ class Kind:
     """A production engine with one thing more than a plain one.
 
     Attributes:
-        options: That switch it on.
+        options: That switch it on, of the engine.
+        server_options: And of ``vllm serve`` alone.
         shape: Of ``tests.tiny_shapes``, whose kinds of layers the model has; None: the plain model's own.
         num_adapters: LoRA adapters that requests ask for in turn.
         num_cores: Engine cores, each with a node directory, an agent and a rollout engine of its own.
@@ -99,6 +100,7 @@ class Kind:
     """
 
     options: Options = field(default_factory=dict[str, Any])
+    server_options: Options = field(default_factory=dict[str, Any])
     shape: str | None = None
     num_adapters: int = 0
     num_cores: int = 1
@@ -106,7 +108,7 @@ class Kind:
 
     def prepare(self, plain: Path, folder: Path) -> tuple[Path, tuple[str, ...]]:
         """Write what this kind has beside the model in ``plain``; its own model, and the arguments of ``vllm serve``."""
-        args = arguments(self.options)
+        args = arguments({**self.options, **self.server_options})
         told = json.loads((plain / "config.json").read_text())
         if self.shape is not None:
             plain, args = (
@@ -161,5 +163,5 @@ KINDS: dict[str, Kind] = {
     "lora": Kind(options={**ADAPTERS, "max_loras": 2}, num_adapters=2),
     "sliding": Kind(shape="gemma3"),
     # vLLM would start an API server for each core: a second thing more.
-    "dp2": Kind(options={"data_parallel_size": 2, "api_server_count": 1}, num_cores=2),
+    "dp2": Kind(options={"data_parallel_size": 2}, server_options={"api_server_count": 1}, num_cores=2),
 }

@@ -41,6 +41,13 @@ def test_the_conformance_matrix_has_the_same_drafts_and_adapters() -> None:
     assert set(FEATURES["lora"][1]) <= set(arguments(KINDS["lora"].options))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_engines_own_options_make_an_engine_in_this_process_too(name: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert EngineArgs(model="any", **KINDS[name].options)
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> BenchPlan:
     plan = BenchPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path / "run", logs=tmp_path / "logs")
