@@ -134,7 +134,8 @@ class ServingSteps:
             verifying, drafts = internals.drafts_in(output)
             decode += verifying
         encoder = internals.encoder_tokens_in(output, self._scheduler)
-        if steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts, encoder):
+        starts = steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts, encoder)
+        if starts and board.watched:
             self._forecast()
         if steps.first_tokens:
             self._starting += internals.started(output)
@@ -146,7 +147,7 @@ class ServingSteps:
     def _forecast(self) -> None:
         """How long the step takes that has the workers now, for those who look at the board meanwhile."""
         oldest = self._steps.oldest
-        if self._board.watched and oldest is not None:
+        if oldest is not None:
             tokens, decodes, encoder = oldest
             seconds = self._learner.model.predict(tokens, decodes, encoder_tokens=encoder)
             self._steps.step_ns = int(seconds * NS_PER_S)
@@ -163,7 +164,8 @@ class ServingSteps:
             return
         if any(tokens):
             self._learner.measured.append((*tokens, steps.step_ns / NS_PER_S))
-        self._forecast()
+        if self._board.watched:
+            self._forecast()
         self._look_for_first_tokens()
         self.tell_step()
 
@@ -180,14 +182,13 @@ class ServingSteps:
             self._board.slo_ttft_ns / NS_PER_S,
         )
         if self._starting:
-            still = []
+            still, came = [], []
             for one in self._starting:
                 request = requests.get(one)
-                if request is not None and not request.num_output_tokens:
-                    still.append(one)
-                else:
-                    owed.came(one, now_s, promised_s)
+                waits = request is not None and not request.num_output_tokens
+                (still if waits else came).append(one)
             self._starting = still
+            owed.came(came, now_s, promised_s)
         for _ in range(LOOKED_AT):
             late = owed.overdue(now_s, promised_s)
             if late is None:

@@ -205,8 +205,11 @@ class StepBook:
 
     def is_busy(self) -> bool:
         """Whether a step with tokens is under way.  Any thread."""
-        # A copy, made in one go: the engine thread may take a step out meanwhile.
-        return any(any(step[:4]) for step in tuple(self._in_flight))
+        # A copy, made in one go: the engine thread may take a step out meanwhile.  Loops: a generator costs as much as all the rest of this.
+        for prefill, decode, drafts, encoder, _ in tuple(self._in_flight):
+            if prefill or decode or drafts or encoder:
+                return True
+        return False
 
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""

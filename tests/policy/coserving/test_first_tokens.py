@@ -27,7 +27,7 @@ def test_who_is_not_the_first_in_the_queue_counts_when_its_limit_passes_and_not_
     assert all_overdue(book, 1.2) == ["a"]
     assert all_overdue(book, 2.0) == ["b", "c"]
     for request_id in "abc":
-        book.came(request_id, 3.0, LIMIT_S)
+        book.came([request_id], 3.0, LIMIT_S)
 
     assert (book.num_late, len(book)) == (3, 0)
 
@@ -37,8 +37,8 @@ def test_a_first_token_that_comes_late_counts_and_one_in_time_does_not() -> None
     for request_id in "ab":
         book.arrived(request_id, 0.0)
 
-    book.came("a", 1.0, LIMIT_S)
-    book.came("b", 1.1, LIMIT_S)
+    book.came(["a"], 1.0, LIMIT_S)
+    book.came(["b"], 1.1, LIMIT_S)
 
     assert (book.num_late, book.overdue(5.0, LIMIT_S)) == (1, None)
 
@@ -61,7 +61,7 @@ def test_who_waits_for_something_else_lets_others_past_and_counts_with_its_token
     book.waits_for_others("grammar")
     assert book.overdue(2.0, LIMIT_S) == "b"
     book.late("b")
-    book.came("grammar", 2.5, LIMIT_S)
+    book.came(["grammar"], 2.5, LIMIT_S)
 
     assert book.num_late == 2
 
@@ -95,7 +95,7 @@ def test_the_count_is_the_number_of_late_first_tokens_however_often_limits_are_l
         if kind == 0:
             book.arrived(str(number), at / 10)
         elif kind == 1:
-            book.came(str(number), at / 10, LIMIT_S)
+            book.came([str(number)], at / 10, LIMIT_S)
         else:
             all_overdue(book, at / 10)
 

@@ -82,7 +82,7 @@ def test_late_first_tokens_and_long_steps_are_breaches() -> None:
     book.scheduled(500, 1, 0)
     book.ended(200 * MS, 100 * MS)
     book.first_tokens.arrived("a", 0.0)
-    book.first_tokens.came("a", 0.2, 0.1)
+    book.first_tokens.came(["a"], 0.2, 0.1)
 
     assert book.breaches == 2
 
