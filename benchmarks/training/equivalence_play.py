@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ import torch
 from benchmarks.training.equivalence_sums import NUM_ACTIONS, Floats, Group
 from rose.auth import PARTS, Tokens, bearer
 from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RolloutLease
 from rose.demo import programs
 from rose.demo.demo_config import DemoConfig
 from rose.demo.models import PRODUCTION, ensure_model
@@ -63,6 +65,9 @@ HARVESTED = "harvested"
 CATCH_UP_S = 10.0
 COUNTED: Sequence[str] = ("turns", "moved", "migrated", "deep", "stale", "mixed", "versions")
 """Of a group, beside what is judged: turns, trajectories that were marked as stale, turns with tokens of two versions."""
+WORTH_A_CUT = 16
+"""Requests that the harvested engine decodes for at once when harvesting is switched off."""
+LOOK_S = 0.1
 RECLAIM = "reclaim"
 """How the scheduler's events name the end of an attempt whose memory production took back (``rose.policy.turn_life``)."""
 LAKES = FrozenLakeParams(size=6, num_maps=8, max_start_distance=10, seed=0)
@@ -395,7 +400,8 @@ async def _lease(
     switching = None
     if part.fleet == HARVESTED:
         await _node(plan, supervisor, "on")
-        switching = asyncio.create_task(_switch(plan, supervisor, part.switch_s))
+        if part.switch_s:
+            switching = asyncio.create_task(_switch(plan, supervisor, part.switch_s, plan.config.seed))
     tokens = Tokens.load(plan.root / programs.TOKEN_FILE, PARTS["train"])
     config = plan.job(part.num_steps)
 
@@ -455,22 +461,44 @@ async def record(
 
 def _engine_counts(plan: FleetPlan) -> dict[str, int]:
     """What the harvested engine itself counts as cut; nothing where there is none."""
+    lease = _lease_of(plan)
+    return {} if lease is None else {"cuts": lease.reclaim_seq, "cut_requests": lease.cut_requests}
+
+
+def _lease_of(plan: FleetPlan) -> RolloutLease | None:
     try:
-        lease = NodeDir(plan.node_dir).rollout_lease().read()
+        return NodeDir(plan.node_dir).rollout_lease().read()
     except (LedgerError, OSError):
-        return {}
-    if lease is None:
-        return {}
-    return {"cuts": lease.reclaim_seq, "cut_requests": lease.cut_requests}
+        return None
 
 
-async def _switch(plan: FleetPlan, supervisor: ProcessSupervisor, every_s: float) -> None:
-    """Harvesting off and on again, as an operator would."""
-    while True:
-        await asyncio.sleep(every_s or 3600.0)
-        if every_s:
-            await _node(plan, supervisor, "off")
-            await _node(plan, supervisor, "on")
+async def _switch(plan: FleetPlan, supervisor: ProcessSupervisor, every_s: float, seed: int) -> None:
+    """Harvesting off and on again, as an operator would, but at moments when there is much to cut: ``every_s`` or up to half as much
+    more after the last time, as soon as the harvested engine decodes for :data:`WORTH_A_CUT` requests at once."""
+    draws = random.Random(seed)
+    while every_s:
+        await asyncio.sleep(every_s * draws.uniform(1.0, 1.5))
+        before = _decoded(plan)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = _decoded(plan)
+            if worth_a_cut(before, now):
+                break
+            before = now
+        await _node(plan, supervisor, "off")
+        await _node(plan, supervisor, "on")
+
+
+def worth_a_cut(before: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Whether an engine of so many steps and decoded tokens decodes for :data:`WORTH_A_CUT` requests or more."""
+    steps, tokens = now[0] - before[0], now[1] - before[1]
+    return steps > 0 and tokens >= WORTH_A_CUT * steps  # one that has begun anew has fewer than before
+
+
+def _decoded(plan: FleetPlan) -> tuple[int, int]:
+    """Steps and decoded tokens of the harvested engine, as it tells them itself."""
+    lease = _lease_of(plan)
+    return (0, 0) if lease is None else (lease.steps, lease.decoded)
 
 
 async def _node(plan: FleetPlan, supervisor: ProcessSupervisor, command: str) -> None:

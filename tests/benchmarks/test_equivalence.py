@@ -25,6 +25,7 @@ from benchmarks.training.equivalence_play import (
     group_of,
     on_core,
     record,
+    worth_a_cut,
 )
 from benchmarks.training.equivalence_sums import FLEETS, Group
 from rose.demo.demo_config import DemoConfig
@@ -254,6 +255,21 @@ def test_what_a_loop_is_leased_is_recorded_with_its_cuts(tmp_path: Path) -> None
     # Turns that began on the second engine were cut there, and the tokens of both engines are one turn's.
     cut, moved = sum(one.cut for one in groups), sum(row["moved"] for rows, _ in steps for row in rows)
     assert 0 < cut <= moved <= sum(len(turn.segments) > 1 for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "worth"),
+    [
+        ((10, 200), (12, 232), True),
+        ((10, 200), (12, 231), False),
+        ((10, 200), (10, 200), False),  # it stands
+        ((10, 200), (2, 64), False),  # it is another engine
+    ],
+)
+def test_harvesting_is_switched_off_where_an_engine_decodes_for_many(
+    before: tuple[int, int], now: tuple[int, int], worth: bool
+) -> None:
+    assert worth_a_cut(before, now) is worth
 
 
 async def test_training_has_a_core_to_itself_and_programs_are_started_from_all() -> None:
