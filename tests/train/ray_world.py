@@ -167,27 +167,55 @@ def one_stuck() -> OneStuck:
 
 
 class LateGroups(FrozenLakeFamily):
-    """FrozenLake of which five groups (of four) begin, and the others when a trainer has begun with two of a step's three, or after ten seconds."""
+    """FrozenLake of which five groups (of four) begin, and the others when a trainer has begun with a part of a step's three, or after two minutes.
+
+    After a death five more begin: :meth:`found_none` lets one more go where these fill steps exactly.
+    """
 
     has_begun = False
+    num_free = 5
+    newest: LateGroups | None = None
 
     def __init__(self, params: FrozenLakeParams) -> None:
         super().__init__(params)
         self.num_made: Counter[int] = Counter()
+        self.num_played = 0
+        self.waiting: list[int] = []
+
+    @staticmethod
+    def found_none() -> None:
+        """A trainer lacks groups, and there is none: where none is played either, the next may begin."""
+        family = LateGroups.newest
+        if family is not None and family.waiting and not family.num_played:
+            LateGroups.num_free = max(LateGroups.num_free, min(family.waiting) + 1)
 
     def make(self) -> Any:
-        inner, tasks = super().make(), list(self.tasks())
+        inner, tasks, family = super().make(), list(self.tasks()), self
+        LateGroups.newest = self
 
         class Episode(Wrapper):
+            is_played = False
+
             async def reset(self, task: Any) -> Observation:
                 index = tasks.index(task)
                 group = made[index] // 4 * len(tasks) + index  # tasks have their groups in turn
                 made[index] += 1
-                for _ in range(1000 * (group >= 5)):
-                    if LateGroups.has_begun:
-                        break
-                    await asyncio.sleep(0.01)
+                family.waiting.append(group)
+                try:
+                    for _ in range(10_000):
+                        if LateGroups.has_begun or group < LateGroups.num_free:
+                            break
+                        await asyncio.sleep(0.01)
+                finally:
+                    family.waiting.remove(group)
+                family.num_played += 1
+                self.is_played = True
                 return await inner.reset(task)
+
+            async def close(self) -> None:
+                family.num_played -= self.is_played
+                self.is_played = False
+                await super().close()
 
         made = self.num_made
         return Episode(inner)

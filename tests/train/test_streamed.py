@@ -248,10 +248,24 @@ async def test_a_streamed_run_begins_early_and_applies_each_trajectory_once(
     world: World, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """A manager dies on the way, and the trainer."""
-    calls = Calls(monkeypatch)
+    calls, original = Calls(monkeypatch), TrainWorker._begin
+    monkeypatch.setattr(LateGroups, "has_begun", False)
+    monkeypatch.setattr(LateGroups, "num_free", 5)
+    monkeypatch.setattr("rose.train.workers.LEASE_WAIT_S", 0.2)
+
+    async def noting(worker: TrainWorker) -> bool:
+        found = await original(worker)
+        if worker._collected.num_missing > 0:
+            LateGroups.has_begun |= found
+            if not found:
+                LateGroups.found_none()
+        return found
+
+    monkeypatch.setattr(TrainWorker, "_begin", noting)
     deeds = {0: "kill_manager", 2: "kill_trainer"}
+    env = {"kind": "tests.train.ray_world:late_groups"}
     script, config, result = await run(
-        world, deeds, num_steps=5, rollout=rollout(mode), env=UNEVEN, trainer=STREAMED
+        world, deeds, num_steps=5, rollout=rollout(mode), env=env, trainer=STREAMED
     )
 
     assert (result.num_steps, result.num_restarts) == (5, 2)
