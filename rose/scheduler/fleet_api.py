@@ -89,6 +89,7 @@ class FleetRoutes:
     async def off(self, request: web.Request) -> web.Response:
         body = await read_wire(request, FleetOff)
         self._require_room(body.groups)
+        self._require_nodes(body.groups, "groups")
         self._order(lambda: self._switch.off(body.groups))
         log.warning("fleet: off, %s", ", ".join(body.groups) or "all nodes")
         return json_response(self._status())
@@ -98,11 +99,12 @@ class FleetRoutes:
         self._require_room((*body.groups, *body.canary))
         if body.groups and not set(body.canary) <= set(body.groups):
             raise RequestError("names a group that is not among groups", field="canary")
-        known = {said.group or DEFAULT_GROUP for _, said in self._said.values()}
-        for group in body.canary:  # watched for nothing, it would never be followed by the rest
-            if group not in known:
-                there = f"there are: {', '.join(sorted(known))}" if known else "no node has been heard"
-                raise RequestError(f"no node is of group '{group}'", field="canary", fix=there)
+        self._require_nodes(
+            body.canary, "canary"
+        )  # watched for nothing, it would never be followed by the rest
+        # What is held may be released also before its nodes are heard, after a restart.
+        unheld = tuple(one for one in body.groups if one not in body.canary and one not in self._switch.held)
+        self._require_nodes(unheld, "groups")
         self._order(lambda: self._switch.on(self._dispatcher.now_s(), body.groups, body.canary, body.watch_s))
         return json_response(self._status())
 
@@ -111,6 +113,24 @@ class FleetRoutes:
             raise RequestError(
                 f"more than {MAX_GROUPS} groups", field="groups", status=429, code="queue_full"
             )
+
+    def _require_nodes(self, groups: tuple[str, ...], field: str) -> None:
+        """An order to nobody is a slip of the pen: it would be answered with "all memory is back" while every node lends.
+
+        Raises:
+        RequestError: No node that was heard is of one of these groups.
+        """
+        group_of = {name: said.group or DEFAULT_GROUP for name, (_, said) in self._said.items()}
+        known = sorted(set(group_of.values()))
+        unknown = [group for group in dict.fromkeys(groups) if group not in known]
+        if not unknown:
+            return
+        nodes = [f"; '{one}' is a node of group '{group_of[one]}'" for one in unknown if one in group_of]
+        raise RequestError(
+            "no node is of group " + " or ".join(f"'{one}'" for one in unknown) + "".join(nodes),
+            field=field,
+            fix=f"there are: {', '.join(known)}" if known else "no node has been heard",
+        )
 
     def _order(self, order: Any) -> None:
         """Carry it out, and keep it; where it cannot be kept, nothing has changed."""

@@ -113,6 +113,52 @@ async def test_a_canary_that_no_node_is_of_is_refused(world: World) -> None:
     assert (await world.ok("GET", "/fleet"))["release"] is None
 
 
+@pytest.mark.parametrize(
+    ("what", "groups", "said"),
+    [
+        ("off", ["canari"], "no node is of group 'canari' (there are: canary, default, eu)"),
+        ("off", ["eu", "canari"], "no node is of group 'canari' (there are: canary, default, eu)"),
+        ("off", ["x", "eu", "y"], "no node is of group 'x' or 'y' (there are: canary, default, eu)"),
+        (
+            "off",
+            ["c"],
+            "no node is of group 'c'; 'c' is a node of group 'eu' (there are: canary, default, eu)",
+        ),
+        ("on", ["canari"], "no node is of group 'canari' (there are: canary, default, eu)"),
+    ],
+)
+async def test_an_order_to_a_group_that_no_node_is_of_is_refused_whole(
+    world: World, tmp_path: Path, what: str, groups: list[str], said: str
+) -> None:
+    nodes = await nodes_of(world)
+    status, refused = await world.call("POST", f"/fleet/{what}", {"groups": groups}, role="admin")
+    assert (status, refused["error"]["param"], refused["error"]["message"]) == (400, "groups", said)
+    assert (await world.ok("GET", "/fleet"))["held"] == {}
+    assert not (tmp_path / "journal" / "fleet.json").exists()
+    assert [(await node.beat())["held"] for node in nodes] == [False] * 3
+
+
+async def test_before_any_node_is_heard_all_are_held_but_no_group(world: World) -> None:
+    await world.start()
+    status, refused = await world.call("POST", "/fleet/off", {"groups": ["eu"]}, role="admin")
+    assert (status, "no node has been heard" in refused["error"]["message"]) == (400, True)
+    assert (await order(world, "off"))["all_held"] is True
+    node = Node(world, "c", "eu")
+    await node.register()
+    assert (await node.beat())["held"] is True
+
+
+async def test_an_order_that_was_kept_is_lifted_before_its_nodes_are_heard(world: World) -> None:
+    await nodes_of(world)
+    await order(world, "off", groups=["eu"])
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    await order(world, "on", groups=["eu"])
+    node = Node(world, "c", "eu")
+    await node.register()
+    assert (await node.beat())["held"] is False
+
+
 async def test_a_canary_that_breaks_its_promise_is_off_again_and_the_rest_was_never_on(world: World) -> None:
     nodes = await nodes_of(world)
     world.scheduler.fleet_routes._switch.late_s = 0.1
