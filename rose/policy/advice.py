@@ -62,8 +62,8 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
     "kv_layout": (_FIXED_BUDGET, "report the geometry: it may be a row of its own"),
     "kv_option": ("leave it at its default to lend memory too", "leave it at its default"),
     "attention_backend": (
-        "leave out --attention-backend, or set ROSE_ALLOW_UNMEASURED=1",
-        "leave out --attention-backend, or engine.allow_unmeasured = true",
+        "leave out --attention-backend to lend memory too",
+        "leave out --attention-backend",
     ),
     "quantized_weights": (_FIXED_BUDGET, "take the policy's checkpoint that is not quantised"),
     "priority": "leave out --scheduling-policy",

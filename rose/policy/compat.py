@@ -109,7 +109,7 @@ TABLE: tuple[Row, ...] = (
     _row(27, "kv_kind", "a KV cache of another kind than full attention or MLA, or of sliding windows alone (chunked, or with static sink tokens as in openPangu)", _COMPUTE, "no loan of such blocks was tried", _NO),
     _row(28, "kv_layout", "a KV cache whose layers do not fill one allocation exactly", _COMPUTE, "nobody can say what a chunk of it takes", _NO),
     _row(29, "kv_option", "an option of the KV cache, of offload or of attention with a value that is not listed below", _COMPUTE, "its memory may be used, or waited for, in another way", _NO),
-    _row(30, "attention_backend", "an attention backend that was asked for by name", _COMPUTE, "it may read memory that is on loan; not tried", _NO, unmeasured=_ALL),
+    _row(30, "attention_backend", "an attention backend that was asked for by name", _COMPUTE, "it may read memory that is on loan; not tried", _NO),
     _row(31, "quantized_weights", "quantised weights", _COMPUTE, "no loan was tried beside them, and a weight update has no unquantised weight to write to", _NO),
     _row(32, "priority", "priority scheduling", _NO, "the oldest request is not the next one: the deadlines would be another request's"),
     _row(33, "prompt_embeds", "prompts as embeddings", _ALL, "a rollout's trace has token ids only", _NO),

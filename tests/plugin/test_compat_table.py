@@ -18,6 +18,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import unpack_found
 from rose.coserve.records import Phase
 from rose.policy import engine_fields
+from rose.policy.advice import advice
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
 from rose.units import PAGE_BYTES
 from tests.plugin import harness
@@ -220,6 +221,34 @@ def test_what_nobody_has_measured_is_shared_only_where_the_operator_says_so(role
     assert judge(role, ["gpu"]) == (Support.REFUSED, row("gpu"))
     assert judge(role, ["gpu"], allow_unmeasured=True)[0] is Support.ELASTIC
     assert judge(role, ["gpu", "priority"], allow_unmeasured=True) == (Support.REFUSED, row("priority"))
+
+
+@pytest.mark.parametrize("role", ["serving", "rollout"])
+def test_the_operators_word_lifts_the_rows_that_name_it_and_no_other(role: str) -> None:
+    """Every production on CUDA has it set: a row that it lifted besides would protect nobody there."""
+    lifted = {
+        one.name for one in TABLE if judge(role, [one.name]) != judge(role, [one.name], allow_unmeasured=True)
+    }
+    lifted |= {"untried_line"}  # not found at all under it: test_lines.py
+    assert lifted == {one.name for one in TABLE if "ROSE_ALLOW_UNMEASURED" in one.reason}
+    assert lifted == {"gpu", "untried_line"}
+    said = {one.name for one in TABLE if "unmeasured" in advice(one.name, role).lower()}
+    assert said == lifted
+
+
+@pytest.mark.parametrize(("role", "expected"), [("serving", "compute-only"), ("rollout", "refused")])
+def test_on_cuda_under_the_operators_word_a_backend_asked_for_by_name_still_decides(
+    config: Any, monkeypatch: pytest.MonkeyPatch, role: str, expected: str
+) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    monkeypatch.setattr(compat, "device", lambda: "cuda")
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
+    config.parallel_config.worker_cls = compat.STOCK_GPU_WORKER
+    config.attention_config.backend = AttentionBackendEnum.FLASHINFER
+    config.model_config.enforce_eager = True
+    standing = compat.standing_of(config, role)
+    assert (standing.support.label, standing.row) == (expected, row("attention_backend"))
 
 
 @pytest.mark.parametrize(
