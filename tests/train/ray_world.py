@@ -166,6 +166,30 @@ def one_stuck() -> OneStuck:
     return OneStuck(FrozenLakeParams(num_maps=4))
 
 
+class Gated(FrozenLakeFamily):
+    """FrozenLake whose first eight episodes, of each manager, begin at once, and all others when there is a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(FrozenLakeParams(num_maps=4))
+        self._path, self._num_made = path, 0
+
+    def make(self) -> Any:
+        inner, path, is_free = super().make(), self._path, self._num_made < 8
+        self._num_made += 1
+
+        class Episode(Wrapper):
+            async def reset(self, task: Any) -> Observation:
+                while not (is_free or path.exists()):  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(0.05)
+                return await inner.reset(task)
+
+        return Episode(inner)
+
+
+def gated(path: str) -> Gated:
+    return Gated(Path(path))
+
+
 class LateGroups(FrozenLakeFamily):
     """FrozenLake of which five groups (of four) begin, and the others when a trainer has begun with a part of a step's three, or after two minutes.
 

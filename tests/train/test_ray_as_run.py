@@ -24,7 +24,7 @@ from tests.train.world import World, running_world
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RUN = """
 import json, os, subprocess, sys
@@ -91,7 +91,7 @@ class Machine:
             env=self.environment(**more),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=360,
             check=False,
         )
 
@@ -103,6 +103,10 @@ def machine() -> Iterator[Machine]:
     shutil.rmtree(root, ignore_errors=True)
 
 
+DEATHS = {"RAY_health_check_period_ms": "500"}
+"""A node that refuses five connections in a row is dead: after seconds, where Ray's own setting is 3 s between two."""
+
+
 class Node:
     """A ``ray start`` that stays in the foreground; what it has started ends with it."""
 
@@ -112,9 +116,9 @@ class Node:
         self.log = machine.root / f"{'-'.join(arguments)}.log".replace("/", "")
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                command, env=machine.environment(), stdout=out, stderr=subprocess.STDOUT
+                command, env=machine.environment(**DEATHS), stdout=out, stderr=subprocess.STDOUT
             )
-        eventually(self._started, "the start of a Ray node", timeout_s=90)
+        eventually(self._started, "the start of a Ray node", timeout_s=240)
 
     def _started(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -210,7 +214,7 @@ def test_a_cluster_too_small_for_the_job_says_what_is_missing(
 ) -> None:
     with running_world(tmp_path, policy_model) as world:
         job = driver(machine, world, head, env={"num_managers": 2}, ray={"address": "auto"})
-        job.communicate(timeout=90)
+        job.communicate(timeout=360)
     said = (tmp_path / "stderr").read_text()
     assert job.returncode == 1
     assert "the cluster has 1 CPUs on 1 nodes, 1 of them free; the job's actors want 3" in said
@@ -220,9 +224,16 @@ def test_a_cluster_too_small_for_the_job_says_what_is_missing(
 def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
     machine: Machine, head: str, tmp_path: Path, policy_model: Path
 ) -> None:
+    """It takes no third step before the node is dead, on which some of its actors are: the other had not yet come when they found room."""
+    gate = tmp_path / "gate"
     small = {
         "rollout": {"num_groups": 2, "group_size": 4},
-        "env": {"num_managers": 2, "settings": {"num_maps": 4}},
+        "env": {
+            "kind": "tests.train.ray_world:gated",
+            "num_managers": 2,
+            "settings": {"path": str(gate)},
+            "step_timeout_s": 600.0,
+        },
     }
     settings = {"address": "auto", "when_too_small": "wait"}
     nodes: list[Node] = []
@@ -230,7 +241,7 @@ def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
         job = driver(machine, world, head, num_steps=4, ray=settings, **small)
         try:
             eventually(
-                lambda: "waiting for room" in (tmp_path / "stderr").read_text(), "its word", timeout_s=60
+                lambda: "waiting for room" in (tmp_path / "stderr").read_text(), "its word", timeout_s=240
             )
             nodes = [Node(machine, f"--address={head}", num_cpus=2) for _ in range(2)]
             assert job.stdout is not None
@@ -241,7 +252,8 @@ def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
                 told.append(json.loads(line))
                 if told[-1] == {"step": 0, "event": None} and nodes[0].process.poll() is None:
                     nodes[0].kill()
-            job.wait(120)
+                    gate.touch()
+            job.wait(360)
         finally:
             job.kill()
             for node in nodes[1:]:
