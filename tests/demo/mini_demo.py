@@ -87,7 +87,7 @@ class MiniPlan(programs.DemoPlan):
     def _mine(self, program: Program, *argv: str) -> Program:
         spec = self._other(program.spec.name, (sys.executable, __file__, *argv))
         return Program(
-            spec=spec, ready=program.ready, timeout_s=30.0, restarts=program.restarts, task=program.task
+            spec=spec, ready=program.ready, timeout_s=240.0, restarts=program.restarts, task=program.task
         )
 
     def models(self) -> Program:
