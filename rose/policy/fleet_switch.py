@@ -6,7 +6,8 @@ has set it.  So the fleet's switch never starts harvesting on a node whose opera
 A release goes in *stages*: the canary groups first, then the rest.  Each stage is watched for ``watch_s``.  A node that has kept
 production's promises and then breaks one for ``late_s`` on end takes its stage back: the stage is held again and the release ends.
 So does one that was judged and then is not heard for as long: what became of production there nobody can tell.
-A node that was late when it was released is not judged until it has been in time.  No stage follows one of which no node was
+A node that was late when it was released is not judged until it has been in time; one that was silent already is *skipped*, and not
+judged until it is heard again, when it does as was ordered.  No stage follows one of which no node was
 heard and measured at its end.
 
 Pure: no I/O, no clock.  Times are seconds on one clock.
@@ -76,6 +77,8 @@ class _Node:
     judged: bool = False
     """Was in time since its stage was released."""
     says: str = ""
+    skipped: bool = False
+    """Was silent when its stage began, and has not been heard since."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,6 +108,7 @@ class FleetSwitch:
     def off(self, groups: tuple[str, ...] = ()) -> list[Action]:
         """Hold these groups, or all; a release in progress ends."""
         self.release, self.taken_back = None, ""
+        self._forget_skipped()
         self._hold(groups)
         return []
 
@@ -117,14 +121,20 @@ class FleetSwitch:
         if rest or not groups:
             stages.append(rest)
         self.taken_back = ""
+        self._forget_skipped()
         self.release = StagedRelease(stages=stages, watch_s=watch_s)
         return self._begin(at_s)
+
+    def skipped(self) -> tuple[str, ...]:
+        """Nodes that the last release did not wait for, by name: silent when their stage began, and ever since."""
+        return tuple(name for name, node in sorted(self._nodes.items()) if node.skipped)
 
     # --- what nodes say
 
     def said(self, at_s: float, said: NodeSaid) -> None:
         node = self._nodes.setdefault(said.node, _Node(group=said.group, heard_s=at_s))
         node.group, node.heard_s, node.measured, node.says = said.group, at_s, said.measured, said.late
+        node.skipped = False
         if not said.late:
             node.late_since_s = None
             node.judged = node.judged or said.measured
@@ -199,6 +209,7 @@ class FleetSwitch:
         if type(all_held) is not bool or len(held) > MAX_GROUPS:
             raise ValueError("not a fleet's state")
         self.all_held, self.held, self.release, self.taken_back = all_held, held, release, str(taken_back)
+        self._forget_skipped()
 
     # --- inside
 
@@ -220,8 +231,13 @@ class FleetSwitch:
             self.held.clear()
         for node in self._nodes.values():
             if self._is_of(node, groups):
-                node.judged = node.measured and not node.says
+                node.skipped = at_s - node.heard_s > self.silent_s
+                node.judged = node.measured and not node.says and not node.skipped
         return [Released(groups=groups)]
+
+    def _forget_skipped(self) -> None:
+        for node in self._nodes.values():
+            node.skipped = False
 
     def _take_back(self, groups: tuple[str, ...], reason: str) -> list[Action]:
         release = self.release

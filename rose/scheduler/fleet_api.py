@@ -163,7 +163,7 @@ class FleetRoutes:
 
     def _status(self) -> FleetStatus:
         switch, now_s = self._switch, self._dispatcher.now_s()
-        release = switch.release
+        release, skipped = switch.release, switch.skipped()
         nodes: list[FleetNode] = [
             {
                 "node": name,
@@ -173,6 +173,7 @@ class FleetRoutes:
                 "mode": body.mode,
                 "held_pages": body.held_pages,
                 "silent_s": round(now_s - heard_s, 3),
+                "skipped": name in skipped,
                 "ttft_p99_s": body.serving_ttft_p99_s,
                 "slo_ttft_s": body.slo_ttft_s,
                 "tpot_p99_s": body.serving_tpot_p99_s,

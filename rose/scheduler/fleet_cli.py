@@ -94,7 +94,8 @@ def on(
     rose fleet on --canary canary --watch 300   # one group for five minutes, then the rest
 
     A stage is taken back by itself when production's P99 on one of its nodes is over its promise for ten seconds on end; the next stage
-    does not begin then.  Exit code 1 if that happened.
+    does not begin then.  Exit code 1 if that happened.  A node that was silent before its stage began is not waited for, and named; it does
+    as was ordered when it comes back.
     """
     client = CliClient(url, token_file, "admin")
     body = {"groups": groups or [], "canary": canary or [], "watch_s": watch}
@@ -103,6 +104,9 @@ def on(
         _print(told, as_json)
         return
     told = _follow(client, told, None, lambda told: told["release"] is None)
+    for node in told["nodes"]:
+        if node.get("skipped"):  # an older scheduler does not say
+            typer.echo(f"not waited for: {node['node']}, {_silence(node)}")
     if told["taken_back"]:
         typer.echo(f"off again: {told['taken_back']}")
         raise typer.Exit(1)
@@ -140,7 +144,7 @@ def _print(told: dict[str, Any], as_json: bool) -> None:
 def _page(told: dict[str, Any]) -> Group:
     nodes = told["nodes"]
     lends = sum(node["ordered"] == "on" and node["mode"] == "on" for node in nodes)
-    head = Text(f"{len(nodes)} nodes, {lends} may lend", "bold")
+    head = Text(f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {lends} may lend", "bold")
     if (release := told["release"]) is not None:
         names = ", ".join(release["stages"][release["stage"]]) or "all the rest"
         head.append(
@@ -165,7 +169,7 @@ def _page(told: dict[str, Any]) -> Group:
         if node["held"] is None:
             says.append("knows no fleet orders: update it")
         if node["silent_s"] > _SILENT_S:
-            says.append(f"silent for {node['silent_s']:.0f} s")
+            says.append(_silence(node))
         if node["late"]:
             says.append("LATE")
         table.add_row(
@@ -173,12 +177,24 @@ def _page(told: dict[str, Any]) -> Group:
             Text(node["group"]),
             Text(node["ordered"], "yellow" if node["ordered"] == "off" else ""),
             Text(node["mode"] or "?"),
-            Text("?" if node["held_pages"] is None else f"{2 * node['held_pages']} MiB"),
+            Text(_memory(node)),
             Text(_latency(node["ttft_p99_s"], node["slo_ttft_s"])),
             Text(_latency(node["tpot_p99_s"], node["slo_tpot_s"])),
             Text(", ".join(says), "bold red" if says else ""),
         )
     return Group(head, table)
+
+
+def _silence(node: dict[str, Any]) -> str:
+    return f"silent for {node['silent_s']:.0f} s"
+
+
+def _memory(node: dict[str, Any]) -> str:
+    """What its rollout engine holds: of a node that is silent, held, as far as anybody knows."""
+    if node["held_pages"] is None:
+        return "?"
+    size = f"{2 * node['held_pages']} MiB"
+    return f"held {size} when last heard" if node["silent_s"] > _SILENT_S else size
 
 
 def _latency(p99_s: float | None, slo_s: float | None) -> str:

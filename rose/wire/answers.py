@@ -374,6 +374,8 @@ class FleetNode(TypedDict):
     """That its rollout engine holds; None: it did not say."""
     silent_s: float
     """Since its last heartbeat."""
+    skipped: bool
+    """The last release did not wait for it: it was silent when its stage began, and ever since."""
     ttft_p99_s: float | None
     """Production's, to the first token; None: unknown."""
     slo_ttft_s: float | None

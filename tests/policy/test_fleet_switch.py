@@ -81,12 +81,42 @@ def test_a_group_that_breaks_its_promise_for_long_is_held_again_and_nothing_foll
 def test_a_canary_that_falls_silent_is_held_again() -> None:
     switch = FleetSwitch()
     switch.off()
-    say(switch, 0.0, "n", "canary")
+    say(switch, 29.0, "n", "canary")
     switch.on(30.0, canary=("canary",), watch_s=60.0)
     assert switch.tick(39.0) == []
     (action,) = switch.tick(40.0)
     assert action == TakenBack(groups=("canary",), reason="n in group canary: silent for 10 s")
     assert held(switch) == list(GROUPS)
+
+
+def test_who_was_silent_before_its_stage_began_is_not_waited_for() -> None:
+    switch = FleetSwitch()
+    switch.off()
+    say(switch, 0.0, "dead", "eu")
+    say(switch, 0.0, "n", "canary")
+    switch.on(1.0, canary=("canary",), watch_s=60.0)
+    assert switch.skipped() == ()  # not of this stage
+    say(switch, 61.0, "n", "canary")
+    assert switch.tick(61.0) == [Released(groups=())]
+    assert switch.skipped() == ("dead",)
+    assert switch.tick(90.0) == []
+    assert switch.tick(121.0) == [Done()]
+    assert held(switch) == []  # its order stands
+    assert switch.skipped() == ("dead",)
+    switch.off()
+    assert switch.skipped() == ()
+
+
+def test_who_comes_back_in_the_middle_of_its_stage_is_judged_again() -> None:
+    switch = FleetSwitch()
+    switch.off()
+    say(switch, 0.0, "n", "eu")
+    switch.on(600.0, watch_s=100.0)
+    assert switch.skipped() == ("n",)
+    say(switch, 620.0, "n", "eu")
+    assert switch.skipped() == ()
+    assert switch.tick(629.0) == []
+    assert [type(one) for one in switch.tick(630.0)] == [TakenBack]
 
 
 def test_a_moment_is_no_broken_promise() -> None:
@@ -122,6 +152,7 @@ def test_when_the_rest_is_late_the_canary_stays() -> None:
     switch.off()
     switch.on(30.0, canary=("canary",), watch_s=10.0)
     say(switch, 39.0, "n", "canary")
+    say(switch, 39.0, "m", "eu")
     switch.tick(40.0)
     say(switch, 40.0, "m", "eu", late=True)
     assert [type(one) for one in switch.tick(50.0)] == [TakenBack]

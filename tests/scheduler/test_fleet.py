@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,44 @@ async def test_the_command_names_who_keeps_memory(world: World, tmp_path: Path) 
     await nodes_of(world)  # nobody beats: nobody hears of it
     code, text = await run(world, tmp_path, "off", "--wait", "0.1")
     assert (code, text.splitlines()[-1]) == (1, "NOT all memory is back: a, b, c")
+
+
+def silence(world: World, name: str, silent_s: float) -> None:
+    """As if the node had been heard so long ago."""
+    routes = world.scheduler.fleet_routes
+    heard_s, body = routes._said[name]
+    routes._said[name] = heard_s - silent_s, body
+    routes._switch._nodes[name].heard_s -= silent_s
+
+
+async def test_the_command_names_who_was_silent_before_and_is_not_waited_for(
+    world: World, tmp_path: Path
+) -> None:
+    for node in await nodes_of(world):
+        silence(world, node.name, 600.0)
+    code, text = await run(world, tmp_path, "on", "--watch", "0.1")
+    assert code == 0
+    assert text.splitlines()[-1] == "on"
+    for name in "abc":
+        assert re.search(rf"^not waited for: {name}, silent for 60\d s$", text, re.MULTILINE), text
+    told = await world.ok("GET", "/fleet")
+    assert [one["skipped"] for one in told["nodes"]] == [True] * 3
+    assert [one["ordered"] for one in told["nodes"]] == ["on"] * 3
+
+
+async def test_the_page_says_since_when_it_knows_what_a_silent_node_holds(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    await world.start()
+    node = Node(world, "a")
+    await node.register()
+    await node.beat()
+    _, text = await run(world, tmp_path, "status")
+    assert "1 node, 1 may lend" in text
+    silence(world, "a", 600.0)
+    _, text = await run(world, tmp_path, "status")
+    assert "held 80 MiB when last heard" in text
 
 
 async def test_the_command_says_that_a_stage_was_taken_back(
