@@ -360,7 +360,7 @@ def _touched(because: Row, role: str, support: Support, says: str, *, predicted:
         support=support.label,
         found=says,
         reason=because.reason,
-        fix=advice(because.name, role) if support is not Support.ELASTIC else "",
+        fix=advice(because.name, role, says) if support is not Support.ELASTIC else "",
         predicted=predicted,
     )
 

@@ -74,11 +74,25 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
 }
 
 
-def advice(name: str, role: str) -> str:
+_DRAFT_OPTION = "speculative_config."
+_QUANTISED_DRAFT = (
+    "leave out quantization in --speculative-config, or where that is the model's own (mtp) all of it"
+)
+
+
+def advice(name: str, role: str, found: str = "") -> str:
     """What to do about the row ``name`` for an engine of ``role``; empty where there is nothing to do.
+
+    ``found``: what of the configuration touches the row, ``field = value`` or words.
 
     Raises:
         KeyError: No such row.
     """
-    found = _ADVICE[name]
-    return found if isinstance(found, str) else found[role == "rollout"]
+    if name == "drafts" and role == "serving" and found.startswith(_DRAFT_OPTION):
+        option = found.removeprefix(_DRAFT_OPTION).partition(" = ")[0]
+        if option == "quantization":
+            return _QUANTISED_DRAFT
+        if option != "method":
+            return f"leave out {option} in --speculative-config"
+    known = _ADVICE[name]
+    return known if isinstance(known, str) else known[role == "rollout"]

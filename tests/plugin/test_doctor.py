@@ -107,6 +107,8 @@ MORE = {
     "small": ("qwen3", (f"--kv-cache-memory-bytes={2 << 20}", "--max-num-seqs=1")),
     "no model": ("nothing-here", ()),
     "no size": ("chunked", ()),
+    "drafts in parallel": ("qwen3", (DRAFT_MODEL[:-1] + ',"parallel_drafting":true}',)),
+    "quantised draft": ("qwen3", (DRAFT_MODEL[:-1] + ',"quantization":"fp8"}',)),
 }
 
 
@@ -124,7 +126,9 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
     questions = {name: {"role": case.role, "args": command(models, case)} for name, case in BY_NAME.items()}
     for name, (shape, args) in MORE.items():
         base = [one for one in BASE if name != "no size" or "memory-bytes" not in one]
-        questions[name] = {"role": "serving", "args": [str(models / shape), *base, *args]}
+        model = str(models / shape)
+        args = tuple(one.replace("MODEL", model) for one in args)
+        questions[name] = {"role": "serving", "args": [model, *base, *args]}
     write_tiny_model(models / "plain")
     for name, kind in KINDS.items():
         model, args = kind.prepare(models / "plain", models / f"kind-{name}")
@@ -196,6 +200,28 @@ def test_every_row_that_decides_says_what_to_do(answers: dict[str, dict[str, Any
     assert all(one["fix"] for one in rows if one["support"] != "elastic")
     if ON_NEWEST:
         assert {one["fix"] for one in answers["policy, lora"]["rows"]} == {"leave out --enable-lora"}
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("drafts in parallel", "parallel_drafting"), ("quantised draft", "quantization")]
+)
+def test_of_an_option_of_the_drafts_that_is_refused_the_advice_names_that_and_no_method(
+    answers: dict[str, dict[str, Any]], name: str, field: str
+) -> None:
+    assert answers[name]["problem"] == ""
+    first = answers[name]["rows"][0]
+    assert (first["row"], first["support"]) == ("drafts", "refused")
+    assert first["found"].startswith(f"speculative_config.{field} = ")
+    assert first["fix"].startswith(f"leave out {field} in --speculative-config")
+
+
+def test_of_a_method_that_is_refused_the_advice_names_those_that_are_not(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    assert answers["medusa"]["rows"][0]["fix"].startswith("take the method ngram, draft_model, eagle")
+    assert advice("drafts", "serving", "speculative_config.method = 'mtp', of Qwen3NextMTP") == advice(
+        "drafts", "serving"
+    )
 
 
 @pytest.mark.parametrize("role", ["serving", "rollout"])
