@@ -104,10 +104,12 @@ def test_a_driver_whose_ray_cluster_is_killed_ends_and_says_so(
         for line in driver.stdout:
             if json.loads(line)["step"] == 0:
                 break
+        else:
+            raise AssertionError((tmp_path / "stderr").read_text()[-3000:])
         children = psutil.Process(driver.pid).children(recursive=True)
         (process,) = [each for each in ray_processes(short_tmp / "a") if each.name() == victim]
         process.kill()
-        driver.communicate(timeout=60)
+        driver.communicate(timeout=240)
         gone(children)
 
     assert "RunInterrupted: ray: a process of its Ray cluster was killed" in (tmp_path / "stderr").read_text()
