@@ -79,7 +79,7 @@ def parse_command(words: Sequence[str]) -> Command:
     """``[NAME=VALUE...] vllm serve ARGS`` or ``python -m ... serve ARGS``.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither, or its program is not there.
     """
     env: dict[str, str | None] = {}
     left = list(words)
@@ -97,12 +97,18 @@ def parse_command(words: Sequence[str]) -> Command:
 
 
 def interpreter_of(program: str) -> str:
-    """The Python that a console script runs in; ours where it is no such script."""
-    if Path(program).name.startswith("python"):
-        return program
+    """The Python that a console script runs in; ours where it is no such script.
+
+    Raises:
+        ConfigError: There is no such program.
+    """
     path = find_program(program)
     if path is None:
-        return sys.executable
+        raise ConfigError(
+            f"'{program}' is no program here", field="command", fix="name it as production starts it"
+        )
+    if Path(program).name.startswith("python"):
+        return program
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
     if wrapped := _SHELL_WRAPPER.search(head):
@@ -255,7 +261,7 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
     """Look at everything that is there to be looked at; the whole answer as ``--json`` prints it.
 
     Raises:
-        ConfigError: ``words`` are no command line of ``vllm serve``.
+        ConfigError: ``words`` are no command line of ``vllm serve``, or its program is not there.
     """
     command = parse_command(words) if words else None
     checks: list[Check] = []

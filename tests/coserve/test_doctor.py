@@ -419,8 +419,10 @@ def test_the_python_of_a_program_is_the_one_it_runs_in(tmp_path: Path, text: str
     assert interpreter_of(str(path)) == expected
 
 
-def test_a_program_that_is_not_there_leaves_our_own_python() -> None:
-    assert interpreter_of("no-such-program-at-all") == sys.executable
+@pytest.mark.parametrize("program", ["no-such-program-at-all", "/nowhere/bin/vllm", "/nowhere/bin/python3"])
+def test_of_a_program_that_is_not_there_nobody_elses_vllm_is_asked(program: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{program}' is no program here"):
+        interpreter_of(program)
 
 
 # --- the rollout engine beside production
@@ -535,6 +537,12 @@ def test_a_broken_node_toml_is_said_with_its_field_and_ends_with_one(scratch: Pa
 def test_wrong_usage_ends_with_two() -> None:
     assert run("--", "vllm", "bench").returncode == 2
     assert run("--no-such-option").returncode == 2
+
+
+def test_a_server_that_is_no_program_is_said_to_be_that_and_ends_with_two() -> None:
+    done = run("--", "/nowhere/bin/vllm", "serve", "M")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'/nowhere/bin/vllm' is no program here" in done.stderr
 
 
 def test_the_worst_comes_first_and_what_to_do_is_whole(scratch: Path) -> None:
