@@ -68,27 +68,30 @@ class Production:
         self._task = asyncio.create_task(self._run())
 
     def publish(self) -> None:
-        node, peer = self._node.read(), self._peer.read()
+        node = self._node.read()
         lend = node.lend_pages if node is not None and self._node.alive() else 0
-        held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
         rank = self._rank.read()
         resident = rank.resident_pages if rank is not None and self._rank.alive() else 0
         self.overdrawn += self._kept + resident > TOTAL_PAGES
-        # Smaller at once; larger only into pages that the peer does not have.
-        reserved = max(TOTAL_PAGES - min(lend, TOTAL_PAGES), 0)
-        reserved = min(reserved, TOTAL_PAGES - held) if held else reserved
-        self._kept = reserved
-        now_ns = time.monotonic_ns()
-        self._lease.write(
-            ServingLease(
-                phase=self.phase,
-                support=self.support,
-                total_pages=TOTAL_PAGES,
-                reserved_pages=reserved,
-                heartbeat_ns=now_ns,
+        # Smaller at once; larger only into pages that the peer does not have, nor came to have while this was said.
+        reserved = max(TOTAL_PAGES - lend, 0)
+        for _ in range(2):
+            peer = self._peer.read()
+            held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
+            reserved = min(reserved, TOTAL_PAGES - held)
+            self._lease.write(
+                ServingLease(
+                    phase=self.phase,
+                    support=self.support,
+                    total_pages=TOTAL_PAGES,
+                    reserved_pages=reserved,
+                    heartbeat_ns=time.monotonic_ns(),
+                )
             )
+        self._kept = reserved
+        self._board.write(
+            ServingBoard(used_pages=self.used, needed_pages=self.needed, written_ns=time.monotonic_ns())
         )
-        self._board.write(ServingBoard(used_pages=self.used, needed_pages=self.needed, written_ns=now_ns))
         self._board.wake()
 
     async def _run(self) -> None:

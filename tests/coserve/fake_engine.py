@@ -68,6 +68,9 @@ class FakeEngine:
 
     def publish(self, reserved: int) -> None:
         now_ns = time.monotonic_ns()
+        # What is there first, then what it may be: who takes over what is given up finds it gone.
+        resident = self.arena.resident_bytes() // PAGE_BYTES
+        self.rank.write(RankState(resident_pages=resident, heartbeat_ns=now_ns))
         self.lease.write(
             RolloutLease(
                 phase=Phase.READY,
@@ -78,8 +81,6 @@ class FakeEngine:
                 heartbeat_ns=now_ns,
             )
         )
-        resident = self.arena.resident_bytes() // PAGE_BYTES
-        self.rank.write(RankState(resident_pages=resident, heartbeat_ns=now_ns))
 
     async def run(self) -> None:
         while True:
