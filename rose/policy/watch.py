@@ -38,6 +38,8 @@ class Harvestable:
     def clear(self) -> None:
         self._last: tuple[float, int, float] | None = None
         self._seconds = self._page_seconds = self._busy_s = 0.0
+        self._owed_s = 0.0
+        """Of steps that are over: what has not been counted, because a step is told when it ends and may be longer than many looks."""
         self._least, self._most = 0, 0
 
     def see(self, at_s: float, pages: int, busy_s: float) -> None:
@@ -51,7 +53,12 @@ class Harvestable:
             if 0 < gap_s <= _LONGEST_GAP_S and busy_s >= then_busy_s:
                 self._seconds += gap_s
                 self._page_seconds += gap_s * then_pages
-                self._busy_s += min(gap_s, busy_s - then_busy_s)
+                self._owed_s += busy_s - then_busy_s
+                counted_s = min(gap_s, self._owed_s)
+                self._busy_s += counted_s
+                self._owed_s -= counted_s
+            else:
+                self._owed_s = 0.0
         fresh = self._last is None
         self._least = pages if fresh else min(self._least, pages)
         self._most = pages if fresh else max(self._most, pages)

@@ -21,6 +21,28 @@ def test_harvestable_pages_are_weighted_by_time() -> None:
     assert report.busy_fraction == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("step_s", [0.06, 2.0])
+def test_steps_longer_than_the_time_between_two_looks_count_whole(step_s: float) -> None:
+    seen = Harvestable()
+    for look in range(1, 1001):
+        at_s = look * 0.05
+        seen.see(at_s, 10, 0.8 * step_s * (at_s // step_s))  # a sum grows when a step ends
+    report = seen.report()
+    assert report is not None
+    assert report.busy_fraction == pytest.approx(0.8, abs=0.05)
+
+
+def test_what_was_computed_while_nobody_looked_is_not_counted_later() -> None:
+    seen = Harvestable()
+    seen.see(0.0, 10, 0.0)
+    seen.see(0.1, 10, 30.0)
+    seen.see(60.0, 10, 60.0)  # nobody looked
+    seen.see(61.0, 10, 60.0)
+    report = seen.report()
+    assert report is not None
+    assert report.busy_fraction == pytest.approx(0.1 / 1.1)
+
+
 def test_silence_and_a_restart_of_production_are_not_counted() -> None:
     seen = Harvestable()
     seen.see(0.0, 10, 5.0)
