@@ -135,7 +135,7 @@ class NodeAgent(Node):
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
-        self.released = self.lent_s == 0.0 or not self.told
+        self.released_because = self._released_because()
         self._log_anew()
         self._set_mode()
         loop = asyncio.get_running_loop()
@@ -406,24 +406,25 @@ class NodeAgent(Node):
         self._heed_assignment()
 
     def _heed_assignment(self) -> None:
-        unwanted = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
-        owned, held = self.lent_s == 0.0, self.assignment.held or not self.told
-        if (unwanted or owned or held) != self.released:
-            self.released = unwanted or owned or held
-            if self.released:
-                who = (
-                    "its owner has this device"
-                    if owned
-                    else "the fleet is switched off here"
-                    if self.assignment.held
-                    else "rose-scheduler has not said yet whether the fleet is on"
-                    if held
-                    else "no job wants this device"
-                )
-                logger.info("%s: its engine gives back what it holds", who)
+        because = self._released_because()
+        if because != self.released_because:
+            self.released_because = because
+            if because:
+                logger.info("%s: its engine gives back what it holds", because)
             else:
                 logger.info("this device is the engine's, for job %s", self.assignment.job or "any")
             self._set_mode()
+
+    def _released_because(self) -> str:
+        if self.lent_s == 0.0:
+            return "its owner has this device"
+        if self.assignment.held:
+            return "the fleet is switched off here (rose fleet on)"
+        if not self.told:
+            return "rose-scheduler has not said yet whether the fleet is on"
+        if self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S:
+            return "no job wants this device"
+        return ""
 
     # -- commands (rose.coserve.control) --------------------------------------------------------------
 

@@ -87,6 +87,8 @@ def on(
     if wait > 0:
         status = _awaited(client, wait)
     _show(status, False)
+    if because := status["assignment"]["because"]:
+        typer.echo(f"nothing is lent yet: {because}", err=True)
     if wait > 0 and status["engine"]["state"] != "ready":
         raise typer.Exit(1)
 

@@ -54,8 +54,9 @@ class Node:
         """Whom rose-scheduler wants this device to serve, by its last answer."""
         self.told = config.scheduler is None or config.serving is None
         """rose-scheduler has said whether the fleet is on, or has no say: until then production's device is held."""
-        self.released = False
-        """No job wants this device, or its owner has it: nothing is lent to its engine, which stays where it is."""
+        self.released_because = ""
+        """Why nothing is lent to this device's engine, which stays where it is, whatever the mode: its owner has the device, the fleet is
+        switched off, no job wants it.  "": nothing of the kind."""
         self.lent_until_s: float | None = None
         """Of a borrowed device, by the monotonic clock; None: its owner has not lent it yet."""
         self.errors: dict[str, str] = {}
@@ -69,6 +70,10 @@ class Node:
         self.observed = Harvestable()
         self.slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self.epoch = 0
+
+    @property
+    def released(self) -> bool:
+        return bool(self.released_because)
 
     def no_stops(self, turns: bool, stops: bool) -> str:
         """Why steps cannot stop at layers; "" where they can, or need not.  On a GPU the engine's rung says whether steps take turns."""

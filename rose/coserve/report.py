@@ -88,6 +88,7 @@ def status(node: Node) -> dict[str, Any]:
             + (", serialised" if node.serialise else "")
             + (", stops at layers" if node.stop_at_layers else ""),
             **_lending(node.policy),
+            "reason": _reason(node),
         },
         "device": {
             "kind": node.free.memory.kind,
@@ -116,6 +117,7 @@ def status(node: Node) -> dict[str, Any]:
             "job": node.assignment.job,
             "run": node.assignment.run,
             "active": not node.released,
+            "because": node.released_because,
             "held": node.assignment.held or not node.told,
         },
         "lent_s": node.lent_s,
@@ -147,10 +149,16 @@ async def proof(node: Node, timeout_s: float) -> dict[str, Any]:
     }
 
 
+def _reason(node: Node) -> str:
+    """Why so much is lent.  To its policy a device that is kept back is one in mode off."""
+    if node.mode != Mode.ON:
+        return f"mode is {node.mode.name.lower()}"
+    return node.released_because or node.policy.blocked or node.policy.reason
+
+
 def _lending(policy: Lending) -> dict[str, Any]:
     found: dict[str, Any] = {
         "lend_pages": policy.lend_pages,
-        "reason": policy.blocked or policy.reason,
         "cap_pages": policy.cap_pages,
         "headroom_pages": policy.headroom_pages,
         "reclaim_p99_s": policy.reclaim_p99_s,

@@ -336,7 +336,7 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     await until(lambda: sources["s"].required == WeightVersion(1, 4))
     assert sources["r"].required is None
     assert (agent.status()["assignment"], agent.status()["weights"]["switches"]) == (
-        {"job": "b", "run": "s", "active": True, "held": False},
+        {"job": "b", "run": "s", "active": True, "held": False, "because": ""},
         1,
     )
 
@@ -442,6 +442,7 @@ async def test_a_node_whose_fleet_is_switched_off_gives_its_memory_back_at_once_
     assert (registry.beats[-1].held, registry.beats[-1].mode) == (True, "on")
     agent.change(mode=Mode.ON)  # its own operator's word is not the fleet's
     assert agent.policy.lend_pages == 0
+    assert agent.status()["lending"]["reason"] == "the fleet is switched off here (rose fleet on)"
     registry.assignment = {"active": True}
     await until(lambda: device.resident_pages() > 0)
     assert agent.engine.num_kills == 0
