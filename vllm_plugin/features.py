@@ -129,6 +129,7 @@ def kv_findings(kv_cache_config: Any, piece_bytes: int, *, drafts: bool = False)
         group.kv_cache_spec for group in groups if getattr(group.kv_cache_spec, "sliding_window", None)
     ]
     if windows and (len(kinds) == 1 or any(type(one).__name__ != "SlidingWindowSpec" for one in windows)):
+        found = [one for one in found if one[0] != "sliding_window"]  # that row is of windows beside others
         found.append(
             ("kv_kind", f"a window of {windows[0].sliding_window} tokens, without a group of full attention")
         )

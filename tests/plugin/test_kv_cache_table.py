@@ -145,6 +145,12 @@ def test_groups_and_windows_are_found_where_they_keep_nothing_from_being_lent(
     assert kv_findings(cache_of(config, shape), OS_PAGE_BYTES) == expected
 
 
+@pytest.mark.parametrize("shape", ["sliding", "unified"])
+def test_windows_alone_are_not_said_to_lie_beside_full_attention(config: Any, shape: str) -> None:
+    """As in Mistral and Phi-3, and where vLLM made one group of both kinds of layer."""
+    assert kv_findings(cache_of(config, shape), OS_PAGE_BYTES).keys() == {"kv_kind"}
+
+
 def test_drafts_beside_several_groups_lend_nothing(config: Any) -> None:
     assert kv_findings(cache_of(config, "dense"), OS_PAGE_BYTES, drafts=True) == {}
     made = cache_of(config, "gemma3")
