@@ -34,7 +34,7 @@ class CliClient:
 
     def ask(self, method: str, path: str, body: Any = None, params: dict[str, Any] | None = None) -> Any:
         """Raises:
-        ConfigError: Nobody answers there.
+        ConfigError: Nobody answers there, or some other program does.
         RequestError: The daemon refuses.
         """
         try:
@@ -43,7 +43,23 @@ class CliClient:
             raise ConfigError(
                 f"no rose-scheduler answers at {self._url}: {error}", field="url", fix="name it with --url"
             ) from error
-        if answer.status_code != 200:
+        status = answer.status_code
+        if status != 200:
             said = read_refusal(answer.content)
-            raise RequestError(said.message or f"status {answer.status_code}", field=said.field or path)
-        return answer.json()
+            if said.code is None and (status < 400 or status in (404, 405, 501)):
+                raise self._another()
+            if status == 404 and said.message.lower() == "not found" and said.field is None:  # no such route
+                raise self._another(f" that knows {path}")
+            raise RequestError(said.message or f"status {status}", field=said.field or path)
+        try:
+            told = answer.json()
+        except (ValueError, RecursionError) as error:
+            raise self._another() from error
+        if not isinstance(told, dict):
+            raise self._another()
+        return told
+
+    def _another(self, more: str = "") -> ConfigError:
+        return ConfigError(
+            f"{self._url} answers, but is no rose-scheduler{more}", field="url", fix="name it with --url"
+        )

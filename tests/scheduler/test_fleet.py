@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from typer.testing import CliRunner
 
 from rose.auth import Tokens
+from rose.errors import ConfigError
 from rose.scheduler import fleet_api, fleet_cli
 from tests.scheduler.conftest import World
 
@@ -286,6 +288,41 @@ async def test_one_that_was_deposed_writes_no_order(world: World, tmp_path: Path
 
 
 # --- the command
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (404, '{"detail": "Not Found"}'),  # vLLM
+        (404, '{"error": {"message": "Not Found", "type": "NotFoundError", "param": null, "code": 404}}'),
+        (
+            404,
+            '{"error": {"message": "Not Found", "type": "x", "param": null, "code": "not_found"}}',
+        ),  # rose-relay
+        (405, "405: Method Not Allowed"),
+        (501, "Unsupported method"),  # a plain file server
+        (302, ""),
+        (200, "<html>hello</html>"),
+        (200, "[]"),
+    ],
+)
+async def test_another_program_at_the_address_is_named_as_none_of_ours(
+    world: World, tmp_path: Path, status: int, text: str
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=text)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    world.runners["other"] = runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    world.tokens.save(tmp_path / "tokens.toml")
+    args = ["off", "--url", url, "--token-file", str(tmp_path / "tokens.toml")]
+    found = await asyncio.to_thread(CliRunner().invoke, fleet_cli.app, args)
+    assert isinstance(found.exception, ConfigError), found.exception
+    assert f"{url} answers, but is no rose-scheduler" in str(found.exception)
 
 
 async def run(world: World, tmp_path: Path, *words: str) -> tuple[int, str]:
