@@ -158,11 +158,11 @@ def judge(role: str, features: Iterable[str], *, allow_unmeasured: bool = False)
 def markdown() -> str:
     """The table as ``docs/compatibility.md`` shows it."""
     lines = [
-        "| feature of the engine | production | rollout engine | why |",
-        "|---|---|---|---|",
+        "| row | feature of the engine | production | rollout engine | why |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {one.feature} | {one.serving.label} | {one.rollout.label} | {one.reason} |"
+        f"| `{one.name}` | {one.feature} | {one.serving.label} | {one.rollout.label} | {one.reason} |"
         for one in (*TABLE[1:], UNLISTED)
     ]
     return "\n".join(lines) + "\n"

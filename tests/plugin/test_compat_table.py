@@ -323,6 +323,13 @@ def test_numbers_and_names_are_given_once() -> None:
     assert len({one.number for one in TABLE}) == len({one.name for one in TABLE}) == len(TABLE)
 
 
+def test_each_row_of_the_page_has_the_key_by_which_answers_name_it() -> None:
+    lines = markdown().splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        f"`{one.name}`" for one in (*TABLE[1:], UNLISTED)
+    ]
+
+
 def test_the_documentation_shows_this_table() -> None:
     text = (ROOT / "docs" / "compatibility.md").read_text()
     assert markdown() in text, "put rose.policy.compat.markdown() into docs/compatibility.md"
