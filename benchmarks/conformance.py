@@ -252,9 +252,7 @@ class Matrix:
         outcome.got, outcome.row = support.label, row_of_number(lease.row).name
         if support != cell.expected:
             outcome.wrong.append(f"{support.label} instead of {cell.expected.label}")
-        allowed = {one.name for one in cell.rows if one.serving == cell.expected} | (
-            {"decoder"} if cell.expected == Support.ELASTIC else set()
-        )
+        allowed = {one.name for one in cell.rows if one.serving == cell.expected}
         if outcome.row not in allowed:
             outcome.wrong.append(f"by the row {outcome.row}, not {' or '.join(sorted(allowed))}")
         assert pair.server is not None

@@ -142,17 +142,17 @@ def together(features: Iterable[str]) -> list[str]:
 def judge(role: str, features: Iterable[str], *, allow_unmeasured: bool = False) -> tuple[Support, Row]:
     """What an engine of ``role`` with these features can share, and the row that says so.
 
-    Of several rows that allow equally little the first decides: callers list the most telling first.
+    Of several rows that allow equally little the first decides: callers list the most telling first.  Without any it is the plain decoder's.
     """
-    worst, which = Support.ELASTIC, _BY_NAME["decoder"]
+    worst, which = Support.ELASTIC, None
     for name in features:
         found = row(name)
         support = found.rollout if role == "rollout" else found.serving
         if allow_unmeasured and found.unmeasured is not None:
             support = found.unmeasured
-        if support < worst:
+        if which is None or support < worst:
             worst, which = support, found
-    return worst, which
+    return worst, which or _BY_NAME["decoder"]
 
 
 def markdown() -> str:

@@ -196,8 +196,9 @@ def test_a_configuration_gets_what_its_row_says(
     change(config)
     label, because = answer(config)
     assert label == expected
-    assert because == (name if expected != "elastic" else "decoder")
-    assert name == "decoder" or name in found_in(config)
+    found = list(found_in(config))
+    assert because == (name if expected != "elastic" or not found else found[0])
+    assert name == "decoder" or name in found
 
 
 @pytest.mark.parametrize(

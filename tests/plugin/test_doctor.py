@@ -192,7 +192,7 @@ def test_the_doctor_says_what_the_plugin_decides(
     assert (answer["support"], answer["rows"][0]["row"]) == case.expected
     label, because = decided_by_the_plugin(models, case, plugin)
     assert label == answer["support"]
-    assert because == ("decoder" if label == "elastic" else answer["rows"][0]["row"])
+    assert because == answer["rows"][0]["row"]
 
 
 def test_every_row_that_decides_says_what_to_do(answers: dict[str, dict[str, Any]]) -> None:

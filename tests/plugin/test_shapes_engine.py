@@ -67,7 +67,7 @@ def prompts() -> list[list[int]]:
 
 def test_several_groups_are_elastic_and_their_memory_is_counted_once(agent: Agent) -> None:
     lease = agent.lease()
-    assert (Support(lease.support), row_of_number(lease.row)) == (Support.ELASTIC, row("decoder"))
+    assert (Support(lease.support), row_of_number(lease.row)) == (Support.ELASTIC, row("kv_groups"))
     assert (lease.total_pages, lease.reserved_pages) == (PAGES, PAGES)
 
 
