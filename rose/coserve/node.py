@@ -16,7 +16,7 @@ from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
 from rose.coserve.links import SchedulerUplink, WeightLoop
 from rose.coserve.node_config import NodeConfig
-from rose.coserve.node_dir import NodeDir
+from rose.coserve.node_dir import NodeDir, core_dirs
 from rose.coserve.records import Mode, Phase
 from rose.errors import ConfigError
 from rose.policy.compat import Support, row_of_number
@@ -117,6 +117,8 @@ class Node:
             if name in self.errors:  # another version's, or damaged
                 return self.errors[name]
         if lease is None or not self.device.serving_alive():
+            if cores := core_dirs(self.config.dir):
+                return f"serving is not there; engine cores of one command are in {' and '.join(cores)} below, each with an agent of its own"
             return "serving is not there"
         if lease.phase == Phase.OFF:
             because = row_of_number(lease.row)

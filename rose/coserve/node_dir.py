@@ -40,6 +40,14 @@ def is_core_dir(path: Path | str, of: Path | str) -> bool:
     return os.path.dirname(own) == base and name.startswith(_CORE) and name.removeprefix(_CORE).isdigit()
 
 
+def core_dirs(path: Path | str) -> list[str]:
+    """Names of the directories of engine cores below a server's ``ROSE_DIR``, in order; none where it has one core, which uses that itself."""
+    names: list[str] = []
+    while core_dir(path, len(names)).is_dir():
+        names.append(f"{_CORE}{len(names)}")
+    return names
+
+
 class NodeDir:
     """The shared files of one device, by name.  Making one touches nothing."""
 

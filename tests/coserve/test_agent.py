@@ -85,6 +85,14 @@ async def test_a_policy_that_does_not_fit_beside_production_is_not_started(
     assert agent.engine.num_starts == 0
 
 
+async def test_an_agent_beside_the_directories_of_engine_cores_says_where_they_are(device: Device) -> None:
+    for name in (".", "dp0", "dp1"):
+        (device.dir / name).mkdir(mode=0o700)
+    agent = device.agent()
+    await until(lambda: "dp0 and dp1 below" in (agent.waits_for() or ""))
+    assert agent.engine.num_starts == 0
+
+
 async def test_the_engine_is_not_started_before_serving_is_ready(device: Device) -> None:
     production = device.produce()
     production.phase = Phase.STARTING
