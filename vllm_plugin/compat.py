@@ -19,8 +19,9 @@ import logging
 import math
 import os
 import secrets
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
 from vllm_plugin import lines
-from vllm_plugin.features import Device, Findings, findings, kv_findings
+from vllm_plugin.features import Device, Findings, Front, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.peers import Peers, Trouble
 from vllm_plugin.roles import ENV_ALLOW_UNMEASURED, ENV_CORES, ENV_DIR, ENV_ENGINE
@@ -107,7 +108,18 @@ class Standing:
         return f"{self.row.feature}{found}: {self.row.reason}"
 
 
-def touched(config: Any, kv_cache_config: Any = None) -> Findings:
+_GRPC_SERVER = "smg_grpc_servicer"
+"""What vLLM's server over gRPC is made of: it imports it before it makes its configuration, and nothing else of vLLM does."""
+
+
+def front_of(call: Mapping[str, Any]) -> Front:
+    """How the server of this process was started.  ``call``: keywords of its ``create_engine_config``."""
+    if call.get("headless"):
+        return "headless"
+    return "grpc" if _GRPC_SERVER in sys.modules else "http"
+
+
+def touched(config: Any, kv_cache_config: Any = None, *, front: Front = "http") -> Findings:
     """Rows that an engine touches by its ``VllmConfig``, and by its ``KVCacheConfig`` too where that is known already.
 
     Raises:
@@ -115,7 +127,8 @@ def touched(config: Any, kv_cache_config: Any = None) -> Findings:
     """
     kind = device()
     worker, stock_worker = _WORKERS.get(kind, ("", ""))
-    found = findings(config, device=kind, stock_worker=stock_worker, ours=(SCHEDULER_FACTORY, worker))
+    ours = (SCHEDULER_FACTORY, worker)
+    found = findings(config, device=kind, stock_worker=stock_worker, ours=ours, front=front)
     if kv_cache_config is not None:
         found |= kv_findings(kv_cache_config, piece_bytes(config), drafts=has_drafts(config))
     return of_line(found)
@@ -326,7 +339,7 @@ def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
         config = original(self, *args, **kwargs)
         try:
             _name_directories(config, role)
-            standing = standing_of(config, role)
+            standing = standing_by(touched(config, front=front_of(kwargs)), role)
         except Exception as error:  # noqa: BLE001  # an attribute that moved must not stop production
             _give_up(role, f"the configuration could not be read: {error!r}", row("unknown_version"))
             return config

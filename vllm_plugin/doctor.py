@@ -27,10 +27,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rose.policy.advice import advice
 from rose.policy.compat import Row, Support, judge, row
+
+if TYPE_CHECKING:
+    from vllm_plugin.features import Front
 
 _ASSUMED_BYTES = 1 << 44
 """Of a KV cache whose size the arguments do not tell: its groups are the same whatever it is."""
@@ -94,8 +97,8 @@ class _Dispatched(Exception):
         self.where, self.args_of_server = where, args
 
 
-def config_of(arguments: Sequence[str]) -> Any:
-    """The ``VllmConfig`` of ``vllm serve ARGUMENTS``.
+def config_of(arguments: Sequence[str]) -> tuple[Any, Front]:
+    """The ``VllmConfig`` of ``vllm serve ARGUMENTS``, and what would take its requests.
 
     Raises:
         NoEngine: vLLM does not take them.
@@ -111,9 +114,10 @@ def config_of(arguments: Sequence[str]) -> Any:
             command.subparser_init(parser.add_subparsers(required=False, dest="subparser"))
             args = cast(Any, parser.parse_args(["serve", *arguments]))
             command.validate(args)
-        args.grpc = False  # another front end before the same engine; its dispatch would start it
+        over_grpc, args.grpc = args.grpc, False  # its dispatch would start that server
         where, args = _dispatched(serve, command, args)
-        return _engine_config(where, args)
+        front: Front = "grpc" if over_grpc else "headless" if where == "run_headless" else "http"
+        return _engine_config(where, args), front
     except SystemExit:
         lines = [line for line in said.getvalue().splitlines() if line.strip()]
         raise NoEngine(lines[-1] if lines else "the command line ends by itself") from None
@@ -259,13 +263,13 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
     if problems := selfcheck.problems_of(selfcheck.DOCTOR):
         return replace(answer, problem=f"vLLM cannot be asked: {'; '.join(problems)}")
     try:
-        config = config_of(arguments)
+        config, front = config_of(arguments)
     except NoEngine as error:
         return replace(
             answer, problem=f"vLLM does not start with it: {error}", fix="mend the command line of vllm serve"
         )
     try:
-        found = compat.touched(config)
+        found = compat.touched(config, front=front)
         standing = compat.standing_by(found, role)
     except Exception as error:  # noqa: BLE001  # as at the start: what cannot be read is refused
         support, because = judge(role, ["unknown_version"])

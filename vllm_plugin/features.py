@@ -22,6 +22,8 @@ from vllm_plugin import lines
 from vllm_plugin.kv_layout import kv_entries
 
 Device = Literal["cpu", "cuda", "other"]
+Front = Literal["http", "headless", "grpc"]
+"""What takes the requests: no field of the configuration tells."""
 Findings = dict[str, str]
 """Name of a row -> what was found: ``field = value``, or words.  Of several fields of a row the first."""
 
@@ -42,6 +44,7 @@ def findings(
     stock_worker: str,
     ours: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
+    front: Front = "http",
 ) -> Findings:
     """Rows that a configuration touches, those with the smallest numbers first and ``unlisted`` last; none for a plain decoder.
 
@@ -51,6 +54,7 @@ def findings(
         stock_worker: Worker class that vLLM itself would use on this platform.
         ours: Scheduler and worker classes that the plugin puts in their places.
         env: Environment of the process; None = ours.
+        front: How the server was started; ``http``: or by a program of one's own.
     """
     env = os.environ if env is None else env
     parallel = config.parallel_config
@@ -75,6 +79,8 @@ def findings(
                 f"parallel_config.data_parallel_size_local = {local}",
                 cores > 1 and not parallel.data_parallel_external_lb and local != cores,
             ),
+            ("data_parallel_hosts", "--headless", front == "headless"),
+            ("other_option", "--grpc", front == "grpc"),
             ("mig", "CUDA_VISIBLE_DEVICES", "MIG-" in env.get("CUDA_VISIBLE_DEVICES", "")),
             ("sleep_mode", "PYTORCH_ALLOC_CONF", _expandable_segments(env)),
             ("rust_frontend", "VLLM_USE_RUST_FRONTEND", _is_on(env.get("VLLM_USE_RUST_FRONTEND", "0"))),

@@ -77,7 +77,7 @@ TABLE: tuple[Row, ...] = (
     _row(4, "encoder_connector", "encoder-cache connector", _NO, "nobody has tried it"),
     _row(5, "data_parallel", "data parallelism of a dense model on one host (with an external load balancer vLLM wants servers of their own: the first row)", _ALL, "its engine cores know nothing of each other, and each has a node directory and an agent of its own; not tried with a policy", _NO),
     _row(51, "data_parallel_moe", "data parallelism of a mixture-of-experts model, with any load balancer", _NO, "a rank without requests steps along with the others, and no board says so: rollouts beside it would slow all ranks"),
-    _row(52, "data_parallel_hosts", "data parallelism over several hosts, or with the hybrid load balancer", _NO, "nobody has tried which core has which directory there"),
+    _row(52, "data_parallel_hosts", "data parallelism over several hosts (--headless), or with the hybrid load balancer", _NO, "nobody has tried which core has which directory there"),
     _row(6, "expert_parallel", "expert parallelism, MoE load balancing", _NO, "within one engine core it could not be tried: the kernel of vLLM's CPU build does not know that a rank has some of the experts only, and crashes at the first prompt; with several, or where experts move, ranks step for each other's sake and no board says so"),
     _row(7, "pipeline_parallel", "pipeline parallelism on one host", _COMPUTE, "a step is in flight in every stage, and the board counts from when each was put together: what a token takes, not the gaps between steps; stages have other layers each, so no loan was tried", _NO),
     _row(8, "context_parallel", "context parallelism", _NO, "KV blocks are spread over ranks in another way"),
@@ -116,7 +116,7 @@ TABLE: tuple[Row, ...] = (
     _row(34, "logits_processors", "logits processors of the operator's", _ALL, "a rollout's log-probs would not be those of what was sampled", _NO),
     _row(36, "cuda_graphs", "CUDA graphs (CUDA without --enforce-eager)", _ALL, "a rollout engine's warm-up and capture write to KV memory, of which it has none yet", _NO),
     _row(56, "untried_line", "a feature of this table that has run on the newest line of vLLM and not on this one", _NO, "its tests have not passed on an engine of this line: off unless ROSE_ALLOW_UNMEASURED=1"),
-    _row(35, "other_option", "an option with a value that is not listed below", _NO, "nobody has tried it"),
+    _row(35, "other_option", "an option with a value that is not listed below, or vLLM's front end over gRPC (--grpc)", _NO, "nobody has tried it"),
 )  # fmt: skip
 _TOGETHER = {"grouped_drafts": ("kv_groups", "speculative")}
 _BY_NAME = {row.name: row for row in TABLE}

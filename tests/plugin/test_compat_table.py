@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -355,9 +355,9 @@ def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         compat._refusal.close()
 
 
-def wrapped(config: Any) -> Any:
+def wrapped(config: Any, **how: Any) -> Any:
     """What vLLM gets from ``create_engine_config`` with the plugin on."""
-    return compat._wrap_config(lambda self: config, "serving")(None)
+    return compat._wrap_config(lambda self, **_: config, "serving")(None, **how)
 
 
 def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lease: Any) -> None:
@@ -368,6 +368,28 @@ def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lea
     assert (record.phase, record.support) == (Phase.OFF, Support.REFUSED)
     assert row_of_number(record.row) == row("encoder_connector")
     assert lease.alive()
+
+
+@pytest.mark.parametrize(
+    ("headless", "imported", "expected"),
+    [
+        (True, "", ("data_parallel_hosts", "--headless")),
+        (False, "smg_grpc_servicer", ("other_option", "--grpc")),
+    ],
+)
+def test_a_server_without_vllms_http_front_end_is_refused_by_the_option_that_says_so(
+    config: Any,
+    lease: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    headless: bool,
+    imported: str,
+    expected: tuple[str, str],
+) -> None:
+    """No field of the configuration tells: vLLM's call does, or what its server over gRPC has imported."""
+    if imported:
+        monkeypatch.setitem(sys.modules, imported, ModuleType(imported))
+    assert wrapped(config, headless=headless).scheduler_config.scheduler_cls is None
+    assert (row_of_number(lease.read().row).name, unpack_found(lease.extra)) == expected
 
 
 def test_production_that_may_sleep_is_refused_by_the_field_that_says_so(

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -84,6 +85,8 @@ CASES = [
     Case("priority", "qwen3", ("--scheduling-policy=priority",), ("refused", "priority")),
     Case("data parallel", "qwen3", ("--data-parallel-size=2",), ("elastic", "data_parallel")),
     Case("experts' ranks", "moe", ("--data-parallel-size=2",), ("refused", "data_parallel_moe")),
+    Case("headless", "qwen3", ("--data-parallel-size=2", "--headless"), ("refused", "data_parallel_hosts")),
+    Case("grpc", "qwen3", ("--grpc",), ("refused", "other_option")),
     Case("stages", "qwen3", ("--pipeline-parallel-size=2",), ("compute-only", "pipeline_parallel")),
     Case("tensor parallel", "qwen3", ("--tensor-parallel-size=2",), ("elastic", "tensor_parallel")),
     Case("api servers", "qwen3", ("--api-server-count=2",), ("elastic", "api_servers"), cache="dense"),
@@ -152,8 +155,10 @@ def decided_by_the_plugin(models: Path, case: Case, monkeypatch: pytest.MonkeyPa
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args._api_process_count = args.api_server_count or 1
     hooked = compat._wrap_config(AsyncEngineArgs.create_engine_config, case.role)
+    if args.grpc:  # as vLLM's server over gRPC, which nobody has installed here, does first of all
+        monkeypatch.setitem(sys.modules, "smg_grpc_servicer", ModuleType("smg_grpc_servicer"))
     try:
-        config = hooked(engine_args)
+        config = hooked(engine_args, headless=args.headless)
     except ConfigError as error:  # of the plugin: a rollout engine does not start, and names the row
         return "refused", next(one.name for one in TABLE if one.feature in error.message)
     if config.scheduler_config.scheduler_cls is None:
@@ -357,7 +362,7 @@ def test_names_that_only_a_rollout_engine_needs_refuse_that(
 def test_a_configuration_that_cannot_be_read_is_refused_as_at_the_start(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def moved(config: Any) -> None:
+    def moved(config: Any, **_: Any) -> None:
         raise AttributeError("its fields have moved")
 
     monkeypatch.setattr(compat, "touched", moved)
@@ -378,9 +383,9 @@ def test_looking_starts_nothing_and_leaves_vllms_dispatch_as_it_was(tiny: list[s
 def test_the_operators_word_is_heard(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
     tiny = [*tiny, "--attention-backend=FLASH_ATTN"]
-    monkeypatch.setattr(compat, "touched", lambda config: {"gpu": "the platform"})
+    monkeypatch.setattr(compat, "touched", lambda config, **_: {"gpu": "the platform"})
     monkeypatch.setattr(compat, "device", lambda: "cuda")
-    monkeypatch.setattr(doctor, "config_of", lambda arguments: SHAPED())
+    monkeypatch.setattr(doctor, "config_of", lambda arguments: (SHAPED(), "http"))
     monkeypatch.setattr(doctor, "_predict", lambda config: ({}, None, ()))
     assert doctor.judge_engine("serving", tiny).rows[0].fix == advice("gpu", "serving")
     monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
