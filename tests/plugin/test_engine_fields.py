@@ -96,7 +96,7 @@ def answer(config: Any, role: str = "serving") -> tuple[str, str]:
         ("gpt_oss", ("elastic", "decoder")),
         ("sliding", ("elastic", "decoder")),
         ("chunked", ("elastic", "decoder")),
-        ("mla", ("elastic", "decoder")),
+        ("mla", ("elastic", "mla")),
         # Of which kind their states are, too.
         ("qwen3_next", ("compute-only", "hybrid")),
         ("granite", ("compute-only", "hybrid")),
@@ -105,7 +105,7 @@ def answer(config: Any, role: str = "serving") -> tuple[str, str]:
         ("jamba", ("compute-only", "hybrid")),
         ("mamba", ("compute-only", "hybrid")),
         ("encoder_decoder", ("refused", "encoder_decoder")),
-        ("idefics3", ("elastic", "decoder")),
+        ("idefics3", ("elastic", "multimodal")),
         ("multimodal", ("refused", "modalities")),
         ("pooling", ("refused", "pooling")),
     ],
@@ -145,20 +145,34 @@ def test_a_model_of_every_shape_gets_its_row(shapes: Path, shape: str, expected:
         {"disable_log_stats": True, "shutdown_timeout": 5},
         {"weight_transfer_config": {"backend": "nccl"}},
         {"worker_extension_cls": "tests.plugin.pager_faults.HeldPager"},
-        {"enable_prompt_embeds": True},
-        {"logits_processors": ["tests.plugin.test_engine_fields.Processor"]},
-        {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 16},
-        {"speculative_config": NGRAM},
-        {
-            "speculative_config": NGRAM | {"prompt_lookup_min": 2},
-            "enable_lora": True,
-            "kv_cache_dtype": "fp8",
-        },
     ],
     ids=lambda args: ",".join(args) or "defaults",
 )
 def test_what_operators_really_set_stays_elastic(shapes: Path, args: dict[str, Any]) -> None:
     assert answer(config_of(shapes, **args)) == ("elastic", "decoder")
+
+
+@pytest.mark.parametrize(
+    ("row", "args"),
+    [
+        ("prompt_embeds", {"enable_prompt_embeds": True}),
+        ("logits_processors", {"logits_processors": ["tests.plugin.test_engine_fields.Processor"]}),
+        ("lora", {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 16}),
+        ("speculative", {"speculative_config": NGRAM}),
+        (
+            "lora",  # of several the first of the table
+            {
+                "speculative_config": NGRAM | {"prompt_lookup_min": 2},
+                "enable_lora": True,
+                "kv_cache_dtype": "fp8",
+            },
+        ),
+    ],
+)
+def test_what_has_a_row_of_its_own_stays_elastic_by_that(
+    shapes: Path, row: str, args: dict[str, Any]
+) -> None:
+    assert answer(config_of(shapes, **args)) == ("elastic", row)
 
 
 @pytest.mark.parametrize(
