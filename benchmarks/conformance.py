@@ -184,8 +184,7 @@ def against_the_doctor(outcome: Outcome, answer: Mapping[str, Any]) -> list[str]
     outcome.doctor_row = answer["rows"][0]["row"] if answer["rows"] else ""
     if answer["problem"] or outcome.doctor != outcome.got:
         return [f"the doctor says {answer['problem'] or outcome.doctor} of what is {outcome.got}"]
-    # An engine that is elastic takes part by the plain row, whatever it has switched on.
-    if outcome.got != Support.ELASTIC.label and outcome.doctor_row != outcome.row:
+    if outcome.doctor_row != outcome.row:
         return [f"the doctor says it is {outcome.got} by {outcome.doctor_row}, not by {outcome.row}"]
     return []
 

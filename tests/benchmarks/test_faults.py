@@ -135,7 +135,11 @@ def test_every_sign_of_a_loan_beside_a_refused_engine_is_seen(
 @pytest.mark.parametrize(
     ("got", "row_of_lease", "says", "row_named", "problem", "found"),
     [
-        ("elastic", "decoder", "elastic", "lora", "", []),
+        ("elastic", "lora", "elastic", "lora", "", []),
+        (
+            "elastic", "decoder", "elastic", "lora", "",
+            ["the doctor says it is elastic by lora, not by decoder"],
+        ),
         ("refused", "priority", "refused", "priority", "", []),
         ("refused", "priority", "elastic", "lora", "", ["the doctor says elastic of what is refused"]),
         (
