@@ -12,7 +12,7 @@
 answer, eight boards of 6x6: one turn of 36 tokens.  *Fleets*, in turn, level by level: ``dedicated``, one engine; ``harvested``, the same and one
 beside a production engine, under bursty traffic, which takes its memory back, and whose harvesting is switched off and on again besides,
 :data:`SWITCH_S` seconds or up to half as much more after the last time, as soon as the harvested engine decodes for 16 requests: bursts alone, and switches
-at any moment (none in a pilot of four steps), cut too few turns to say much; ``uncut``, two engines that nobody cuts.  *Loop*:
+at any moment (none of 512 turns in a pilot of four steps; every 4 seconds 16 of 512), cut too few to say much; ``uncut``, two engines that nobody cuts.  *Loop*:
 asynchronous, ``alpha = 1``, ``on_stale = "cancel"``, eight groups of 16 a step; the trainer takes no update, and publishes a version of the
 same weights after each step.
 
@@ -68,7 +68,7 @@ from rose.errors import RoseError
 LEVELS = (0.2, 0.5, 0.9)
 STEPS = 40
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS = 8, 16, 36
-SWITCH_S = 4.0
+SWITCH_S = 1.0
 TRAFFIC = {"burst_every_s": 6.0}
 """Of production; else the demo's."""
 START_TIMEOUT_S = 900.0
