@@ -118,7 +118,7 @@ class Node:
                 return self.errors[name]
         if lease is None or not self.device.serving_alive():
             if cores := core_dirs(self.config.dir):
-                return f"serving is not there; engine cores of one command are in {' and '.join(cores)} below, each with an agent of its own"
+                return f"serving is not there; engine cores of one command have used {' and '.join(cores)} below, each of which takes an agent of its own"
             return "serving is not there"
         if lease.phase == Phase.OFF:
             because = row_of_number(lease.row)

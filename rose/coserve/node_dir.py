@@ -25,6 +25,8 @@ from rose.private_dir import private_dir
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 MAX_RANKS = 64
+MAX_CORES = 64
+"""Directories of engine cores that are looked for below a server's."""
 _CORE = "dp"
 
 
@@ -43,8 +45,8 @@ def is_core_dir(path: Path | str, of: Path | str) -> bool:
 def core_dirs(path: Path | str) -> list[str]:
     """Names of the directories of engine cores below a server's ``ROSE_DIR``, in order; none where it has one core, which uses that itself."""
     names: list[str] = []
-    while core_dir(path, len(names)).is_dir():
-        names.append(f"{_CORE}{len(names)}")
+    while len(names) < MAX_CORES and core_dir(path, len(names)).is_dir():
+        names.append(core_dir(path, len(names)).name)
     return names
 
 
