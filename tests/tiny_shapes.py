@@ -96,6 +96,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=4,
         rope_scaling=None,
         sliding_window=WINDOW,
+        tie_word_embeddings=False,  # vLLM's has a head of its own, whatever is said here
     ),
     "sliding": _shape("MistralForCausalLM", "mistral", sliding_window=WINDOW),
     "chunked": _shape(

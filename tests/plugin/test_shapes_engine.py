@@ -120,9 +120,17 @@ def test_prompts_that_fill_the_whole_cache_take_all_of_it_back(server: EngineSer
 
 @pytest.mark.conformance
 def test_the_tokens_are_stock_vllms(server: EngineServer, agent: Agent, model: Path) -> None:
+    """And their log-probs, but for what experts round otherwise in a batch of another size: stock vLLM's own two answers to a prompt, computed
+    anew and from its prefix cache, differ by up to 0.016 there; what is cached while chunks come and go differs from engine to engine."""
+    rounding = 0.05 if model.name == "gpt_oss" else 0.0
     with EngineServer(model, args=ARGS) as stock:
         expected = [complete(stock, prompt, max_tokens=24)["logprobs"] for prompt in prompts()]
+    said = {str(answer["token_logprobs"]) for answer in expected}
+    assert len(said) >= len(expected) // 2, "different prompts have the same answer: nothing is compared"
     for pages in (PAGES, 0, 3):
         agent.write(lend_pages=pages)
         agent.until_lent(min(pages, PAGES - 1))
-        assert [complete(server, prompt, max_tokens=24)["logprobs"] for prompt in prompts()] == expected
+        answers = [complete(server, prompt, max_tokens=24)["logprobs"] for prompt in prompts()]
+        assert [one["tokens"] for one in answers] == [one["tokens"] for one in expected]
+        for one, stocks in zip(answers, expected, strict=True):
+            assert one["token_logprobs"] == pytest.approx(stocks["token_logprobs"], rel=0.0, abs=rounding)
