@@ -1,7 +1,7 @@
 """Production's board: its deadlines, load and claims of this moment, for the rollout engine beside it; and which thread writes them.
 
-While a rollout engine may run (``watched``), the engine thread writes the board twice in each step.  Otherwise no one needs it that
-often: the background thread writes it, and the engine thread only checks that no other process has written into the file.
+While a rollout engine may run (``watched``), the engine thread writes the board twice in each step, and looks before each whether another
+process has written into the file.  Otherwise no one needs it that often: the background thread writes it, and looks once a round.
 
 One thread writes at a time, and only the background thread changes which (:meth:`Board.turn_over`).  To take over from the engine thread
 it asks, and waits until that thread answers at the end of a step: it may be in the middle of a write.  Until then nothing is written and
@@ -59,8 +59,6 @@ class Board:
         self._asked = 0
         """Counts the background thread's requests to become the writer.  It is the writer once ``_given`` has the same number."""
         self._given = -1
-        self._turn = 0
-        """Odd while the background thread is writing."""
         self._lost = False
         """The name is gone: for the engine thread, while it writes."""
         self._said: tuple[int, ...] = ()
@@ -73,22 +71,18 @@ class Board:
         Raises:
             LedgerError: A stranger wrote into the file.
         """
-        file = self.file
-        if self.watched:
-            # Checked here only: before the record is overwritten, and beside a system call of the same kind, whose code is in the CPU's caches.
-            require_own(file)
-            if self._lost:
-                self._lost = False
-                self._trouble.mend(file)
-            self.write(busy=self._steps.is_busy())
-            if wake:
-                file.wake()
+        if not self.watched:
+            self._given = self._asked
             return
-        self._given = self._asked
-        turn = self._turn
-        # While the other thread writes, our memory and the file may differ for a moment: the next step looks again.
-        if not file.intact() and turn == self._turn and not turn & 1:
-            require_own(file, known=False)
+        file = self.file
+        # Before the record is overwritten, and beside a system call of the same kind, whose code is in the CPU's caches.
+        require_own(file)
+        if self._lost:
+            self._lost = False
+            self._trouble.mend(file)
+        self.write(busy=self._steps.is_busy())
+        if wake:
+            file.wake()
 
     def next_first_token(self) -> Any:
         """First come first served: the oldest request that waits for its first token has the earliest deadline.  One that waits for
@@ -121,14 +115,15 @@ class Board:
         if self.watched:
             self._lost = True  # the engine thread writes it, so it is the one to make it anew
         elif self._given == self._asked:
-            self._turn += 1
-            try:
-                self._trouble.mend(self.file)
-            finally:
-                self._turn += 1
+            self._trouble.mend(self.file)
 
     def _publish(self) -> None:
-        """What is new since the last time, if anything is."""
+        """What is new since the last time, if anything is.
+
+        Raises:
+            LedgerError: A stranger wrote into the file.
+        """
+        require_own(self.file)
         scheduler, steps, busy = self._scheduler, self._steps, self._steps.is_busy()
         said = (
             steps.step,
@@ -136,16 +131,12 @@ class Board:
             len(scheduler.running),
             internals.num_waiting(scheduler),
             steps.claim_chunks,
+            steps.breaches,
         )
         if said == self._said:
             return
-        require_own(self.file)
         self._said = said
-        self._turn += 1
-        try:
-            self.write(busy=busy)
-        finally:
-            self._turn += 1
+        self.write(busy=busy)
 
     # ------------------------------------------------------------------ whoever it belongs to
 

@@ -44,16 +44,13 @@ class Trouble:
             self.say(name, error)
 
 
-def require_own(writer: RecordWriter[Any], *, known: bool = True) -> None:
+def require_own(writer: RecordWriter[Any]) -> None:
     """Nobody else has written our file: numbers that a stranger can change must steer nothing.
-
-    Args:
-        known: Ask; else the caller has seen that somebody did.
 
     Raises:
         LedgerError: Somebody did.
     """
-    if not known or not writer.intact():
+    if not writer.intact():
         raise LedgerError("was written by another process, or cut off", field=str(writer.path))
 
 

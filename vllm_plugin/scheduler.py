@@ -97,10 +97,10 @@ class _Serving:
             self._safely(rose.after_schedule, output)
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self.rose is not None and self.rose.failed is None:
-            self._safely(self.rose.after_update)
+            self._safely(self.rose.after_update, scheduler_output)
         return result
 
     def get_kv_cache_usage(self) -> float:

@@ -34,6 +34,7 @@ from rose.policy.coserving.steps import StepBook
 from vllm_plugin import compat, internals
 from vllm_plugin.board import Board
 from vllm_plugin.capacity import Balloon
+from vllm_plugin.first_token_watch import FirstTokenWatch
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.loan_log import LoanLog
 from vllm_plugin.memory import ChunkPlan
@@ -118,6 +119,7 @@ class ServingSide:
             prefixes=self.prefixes,
         )
         self._board = Board(board, scheduler, plan, self.balloon, self.steps, self.learner.model, trouble)
+        self.first_tokens = FirstTokenWatch(scheduler, self.steps.first_tokens)
         self.hooks = ServingSteps(
             scheduler,
             seam=seam,
@@ -128,6 +130,7 @@ class ServingSide:
             prefixes=self.prefixes,
             board=self._board,
             learner=self.learner,
+            first_tokens=self.first_tokens,
             fail=self.fail,
         )
         self.rounds = ServingRounds(
@@ -139,6 +142,7 @@ class ServingSide:
             search=self.search,
             prefixes=self.prefixes,
             learner=self.learner,
+            first_tokens=self.first_tokens,
             board=self._board,
             lease=self._lease,
             pagers=self._pagers,

@@ -34,6 +34,7 @@ from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
 from vllm_plugin import compat
 from vllm_plugin.board import Board
+from vllm_plugin.first_token_watch import FirstTokenWatch
 from vllm_plugin.loan_log import LoanLog
 from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Peers, Trouble, require_own
@@ -65,6 +66,7 @@ class ServingRounds:
         search: LoanSearch,
         prefixes: PrefixWatch,
         learner: StepLearner,
+        first_tokens: FirstTokenWatch,
         board: Board,
         lease: LentLease,
         pagers: PagerChannel,
@@ -75,6 +77,7 @@ class ServingRounds:
         self._path, self._elastic, self._idle = directory.path, elastic, idle
         self._seam, self._book, self._steps, self._search = seam, book, steps, search
         self._prefixes, self._learner, self._board = prefixes, learner, board
+        self._first_tokens = first_tokens
         self._lease, self._pagers, self._trouble = lease, pagers, trouble
         self._node, self._peers = directory.node(), Peers(directory, trouble)
         self._door, self._loans = ProtocolLog("serving", book), loans
@@ -83,6 +86,7 @@ class ServingRounds:
     def round(self) -> None:
         """Look at everything once and act.  Order: see the module docstring."""
         self._learner.learn(watched=self._board.watched)
+        self._first_tokens.look(self._board.slo_ttft_ns / NS_PER_S)
         book, seam, at_s = self._book, self._seam, time.monotonic()
         self.check_own_files()
         reports, retained = self._pagers.reports()

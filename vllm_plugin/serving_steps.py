@@ -18,14 +18,12 @@ from rose.units import NS_PER_S
 from vllm_plugin import internals
 from vllm_plugin.board import Board
 from vllm_plugin.capacity import SLICE_S, Balloon
+from vllm_plugin.first_token_watch import FirstTokenWatch
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.prefix_watch import PrefixWatch
 from vllm_plugin.seam import Seam
 from vllm_plugin.step_learning import StepLearner
 from vllm_plugin.waiting import WaitingRequests
-
-LOOKED_AT = 16
-"""Late requests in one look; the next looks go on with the others."""
 
 
 class ServingSteps:
@@ -47,15 +45,15 @@ class ServingSteps:
         prefixes: PrefixWatch,
         board: Board,
         learner: StepLearner,
+        first_tokens: FirstTokenWatch,
         fail: Callable[[BaseException], None],
     ) -> None:
         self._scheduler, self._pool = scheduler, internals.block_pool(scheduler)
         self._seam, self._balloon, self._steps, self._search = seam, balloon, steps, search
         self._ghost, self._prefixes, self._board, self._learner = ghost, prefixes, board, learner
-        self._fail = fail
+        self._first_tokens, self._fail = first_tokens, fail
         self._queue = WaitingRequests(scheduler)
-        self._starting: list[str] = []
-        """Who is in a step, and has had no token yet: those of a step or two, and those whose prompts take several."""
+        self._encodes = internals.encoder_budget(scheduler) > 0
         self._claim_told = 0
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
@@ -63,7 +61,7 @@ class ServingSteps:
     def on_arrival(self, request: Any) -> None:
         """A request, or a session's next turn, has arrived."""
         if self._board.slo_ttft_ns:
-            self._steps.first_tokens.arrived(request.request_id, request.arrival_time)
+            self._first_tokens.arrived(request)
 
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
@@ -133,12 +131,10 @@ class ServingSteps:
             decode = list(scheduled.values()).count(1)
             verifying, drafts = internals.drafts_in(output)
             decode += verifying
-        encoder = internals.encoder_tokens_in(output, self._scheduler)
+        encoder = internals.encoder_tokens_in(output, self._scheduler) if self._encodes else 0
         starts = steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts, encoder)
         if starts and board.watched:
             self._forecast()
-        if steps.first_tokens:
-            self._starting += internals.started(output)
         self._prefixes.note(output)
         # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
         if board.watched:
@@ -152,54 +148,23 @@ class ServingSteps:
             seconds = self._learner.model.predict(tokens, decodes, encoder_tokens=encoder)
             self._steps.step_ns = int(seconds * NS_PER_S)
 
-    def after_update(self) -> None:
-        """A step has ended."""
-        steps = self._steps
+    def after_update(self, output: Any) -> None:
+        """The step that was put together as ``output`` has ended."""
+        steps, board = self._steps, self._board
         if not self._scheduler.running and not internals.num_waiting(self._scheduler):
             # Idle from here on: what the last requests held can be lent, and no step looks for it.
             self._balloon.note_freed()
             self._search.freed()
-        tokens = steps.ended(time.monotonic_ns(), self._board.slo_tpot_ns)
+        tokens = steps.ended(time.monotonic_ns(), board.slo_tpot_ns)
         if tokens is None:
             return
-        if any(tokens):
+        if tokens[0] or tokens[1] or tokens[2]:
             self._learner.measured.append((*tokens, steps.step_ns / NS_PER_S))
-        if self._board.watched:
+        if board.slo_ttft_ns:
+            self._first_tokens.ended(output)
+        if board.watched:
             self._forecast()
-        self._look_for_first_tokens()
         self.tell_step()
-
-    def _look_for_first_tokens(self) -> None:
-        """Which have come, and who has waited too long for one."""
-        owed = self._steps.first_tokens
-        if not owed:
-            if self._starting:
-                self._starting = []
-            return
-        requests, now_s, promised_s = (
-            self._scheduler.requests,
-            time.time(),
-            self._board.slo_ttft_ns / NS_PER_S,
-        )
-        if self._starting:
-            still, came = [], []
-            for one in self._starting:
-                request = requests.get(one)
-                waits = request is not None and not request.num_output_tokens
-                (still if waits else came).append(one)
-            self._starting = still
-            owed.came(came, now_s, promised_s)
-        for _ in range(LOOKED_AT):
-            late = owed.overdue(now_s, promised_s)
-            if late is None:
-                return
-            request = requests.get(late)
-            if request is None or request.num_output_tokens:
-                owed.ended(late)
-            elif internals.is_blocked(self._scheduler, request):
-                owed.waits_for_others(late)
-            else:
-                owed.late(late)
 
     def tell_step(self, *, wake: bool = True) -> None:
         """A step has started or ended: onto the board, now or when the background thread comes round."""
@@ -215,7 +180,6 @@ class ServingSteps:
         comes_back = bool(self._seam.mapped)
         try:
             self.before_schedule()  # notifies of what it has taken
-            self._look_for_first_tokens()
             self.tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self._fail(error)

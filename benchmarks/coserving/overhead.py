@@ -260,7 +260,7 @@ class Idle:
     def after_schedule(self, _output: Any) -> None:
         return
 
-    def after_update(self) -> None:
+    def after_update(self, _output: Any) -> None:
         return
 
 

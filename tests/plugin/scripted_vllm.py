@@ -87,6 +87,7 @@ class Scheduler(SimpleNamespace):
             use_pp=False,
             need_mamba_block_aligned_split=False,
             max_num_scheduled_tokens=1024,
+            max_num_encoder_input_tokens=0,
             running=[],
             waiting=deque(),
             kv_holding_waiting=[],

@@ -249,7 +249,7 @@ def production(wish: mmap.mmap) -> NoReturn:
             scheduler.running.clear()
             scheduler.pool.free_blocks(taken)
             taken.clear()
-            side.after_update()
+            side.after_update(None)
         side.hooks.tell_step()
 
 

@@ -34,7 +34,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
         harness.step(scheduler)
     request = scheduler.running.pop()
     request.arrival_time -= 60.0
-    scheduler.rose.hooks._look_for_first_tokens()
+    scheduler.rose.first_tokens.look(board_of.slo_ttft_ns / 1e9)
     scheduler._preempt_request(request, time.monotonic())
     board = NodeDir(node_dir).serving_board()
     scheduler.rose.hooks.tell_step()
@@ -45,7 +45,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(scheduler: Any, 
     fresh = harness.request("late")
     fresh.arrival_time -= 60.0
     scheduler.add_request(fresh)
-    scheduler.rose.hooks._look_for_first_tokens()
+    scheduler.rose.first_tokens.look(board_of.slo_ttft_ns / 1e9)
     scheduler.rose.hooks.tell_step()
     record = board.read()
     assert record is not None
@@ -132,12 +132,12 @@ def test_the_board_stays_busy_while_a_second_step_is_in_flight(scheduler: Any, n
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert [o.total_num_scheduled_tokens for o in (first, second)] == [20, 1]
-    scheduler.rose.after_update()
+    scheduler.rose.after_update(first)
     record = board.read()
     assert record is not None
     assert (record.busy, record.step) == (1, 2)
     assert [step[:2] for step in scheduler.rose.learner.measured] == [(20, 0)]
-    scheduler.rose.after_update()
+    scheduler.rose.after_update(second)
     record = board.read()
     assert record is not None
     assert record.busy == 0

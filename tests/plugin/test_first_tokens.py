@@ -18,21 +18,20 @@ from rose.sim.systems import SYSTEMS
 from rose.sim.world import SimWorld
 from tests.plugin import harness
 from vllm_plugin import board as board_module
-from vllm_plugin import serving_steps
-from vllm_plugin.serving_steps import LOOKED_AT
+from vllm_plugin import first_token_watch
 
 LIMIT_S = 1.0
 
 
 class Clock:
-    """The hooks' wall clock, moved by hand."""
+    """The wall clock, moved by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1e9
         hooks_time = SimpleNamespace(
             time=lambda: self.now_s, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns
         )
-        for module in (serving_steps, board_module):
+        for module in (first_token_watch, board_module):
             monkeypatch.setattr(module, "time", hooks_time)
 
 
@@ -65,6 +64,8 @@ def add(scheduler: Any, clock: Clock, request_id: str, **more: Any) -> Any:
 
 
 def breaches(scheduler: Any, node_dir: Path) -> int:
+    """After one more round of the background thread."""
+    scheduler.rose.first_tokens.look(scheduler.rose._board.slo_ttft_ns / 1e9)
     scheduler.rose._board.write(busy=False)
     record = NodeDir(node_dir).serving_board().read()
     assert record is not None
@@ -128,11 +129,12 @@ def test_who_still_waits_counts_when_its_limit_has_passed_and_not_again_with_its
 
 
 def test_many_that_are_late_at_once_are_counted_in_several_looks(
-    scheduler: Any, clock: Clock, node_dir: Path
+    scheduler: Any, clock: Clock, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step does for them stays small."""
+    """What a round does for them stays small."""
+    monkeypatch.setattr(first_token_watch, "LOOKED_AT", 16)
     scheduler.max_num_scheduled_tokens = 16
-    for number in range(LOOKED_AT * 2 + 3):
+    for number in range(35):
         add(scheduler, clock, str(number), num_tokens=512 if number == 0 else 16)
     counted = []
     for _ in range(4):
@@ -141,7 +143,7 @@ def test_many_that_are_late_at_once_are_counted_in_several_looks(
         harness.answer(scheduler, output)
         counted.append(breaches(scheduler, node_dir))
 
-    assert counted == [LOOKED_AT, LOOKED_AT * 2, LOOKED_AT * 2 + 3, LOOKED_AT * 2 + 3]
+    assert counted == [16, 32, 35, 35]
 
 
 def test_a_client_that_gave_up_is_late_if_it_waited_longer_than_promised(
@@ -156,6 +158,7 @@ def test_a_client_that_gave_up_is_late_if_it_waited_longer_than_promised(
     output = scheduler.schedule()
     clock.now_s += 1.1
     harness.answer(scheduler, output)
+    breaches(scheduler, node_dir)
     scheduler.finish_requests(["patient"], RequestStatus.FINISHED_ABORTED)
 
     assert breaches(scheduler, node_dir) == 2
@@ -189,4 +192,35 @@ def test_where_nothing_is_promised_nothing_is_kept(scheduler: Any, clock: Clock,
         harness.step(scheduler)
 
     assert breaches(scheduler, node_dir) == 0
-    assert not scheduler.rose.hooks._starting
+    assert not scheduler.rose.first_tokens._ended
+
+
+@pytest.mark.parametrize("step_s", [0.1, 1.5])
+@pytest.mark.parametrize("every", [1, 3, 20])
+def test_the_count_hangs_on_when_steps_ended_and_not_on_when_somebody_looked(
+    scheduler: Any, clock: Clock, node_dir: Path, step_s: float, every: int
+) -> None:
+    """Prompts of one step and of several, some preempted in the middle; a look every so many steps."""
+    scheduler.max_num_scheduled_tokens = 24
+    requests = {}
+    first_s: dict[str, float] = {}
+    for number in range(60):
+        if number < 10:
+            name = str(number)
+            requests[name] = add(scheduler, clock, name, num_tokens=16 + 30 * (number % 3), max_tokens=3)
+        output = scheduler.schedule()
+        clock.now_s += step_s
+        harness.answer(scheduler, output)
+        for name, request in requests.items():
+            if request.num_output_tokens:
+                first_s.setdefault(name, clock.now_s)
+        if number % 7 == 3 and scheduler.running and not scheduler.running[-1].num_output_tokens:
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+        if number % every == 0:
+            breaches(scheduler, node_dir)
+
+    assert len(first_s) == len(requests)
+    expected = simulated_late([(requests[name].arrival_time, at_s) for name, at_s in first_s.items()])
+    assert expected > 0
+    assert breaches(scheduler, node_dir) == expected
+    assert not scheduler.rose.first_tokens._reading

@@ -7,7 +7,7 @@ The engine thread of production's core owns it and calls, in this order::
     scheduled(...)     a step has been put together; it starts now unless one is still under way
                        (with speculative decoding: and how many drafts it verifies; with images: and what of them it encodes)
     ended()            the oldest of them has ended
-    first_tokens       who waits for one: told of each request once or twice, looked at once a step
+    first_tokens       who waits for one: not of the step path, another thread's (:mod:`vllm_plugin.first_token_watch`)
 
 This is production's step path: scalars in and out, no event objects, no locks, no logging.
 
@@ -47,7 +47,7 @@ class StepBook:
         due_since_ns: Since when whoever comes next has waited for a token.
         claim_chunks: What serving must get back now, beyond what it can use.
         pressure_seq: How often a claim has begun.
-        first_tokens: Who waits for a first token, and how many came late.
+        first_tokens: Who waits for a first token, and how many came late.  The background thread's.
         long_steps: Steps that took longer than a token was promised, of those that somebody waited for with tokens before.
         drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
         decided: Where a decision log is kept: the numbers of each claim and each room for a loan that differs from the one before
@@ -70,10 +70,12 @@ class StepBook:
         self.drafts_per_decode = 0.0
         self.fixed = False
         self.decided: deque[tuple[int, ...]] | None = None
+        self._num_busy = self._num_reading = 0
+        """Of the steps under way, those that have tokens, and those that read a prompt."""
         self._room: tuple[int, ...] = ()
         self._chunk_blocks = chunk_blocks
         self._stages = stages
-        self._in_flight: deque[tuple[int, int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
+        self._in_flight: deque[tuple[int, int, int, int, int]] = deque()
         """Prompt tokens, requests that decode, their drafts and encoder tokens, and when it was put together, of each step that has not
         ended: two with asynchronous scheduling."""
 
@@ -146,7 +148,12 @@ class StepBook:
         self.step += 1
         if decode:
             self.drafts_per_decode += _DRAFTS_WEIGHT * (drafts / decode - self.drafts_per_decode)
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._take()
         self._in_flight.append((prefill, decode, drafts, encoder, now_ns))
+        if prefill or decode or drafts or encoder:
+            self._num_busy += 1
+            self._num_reading += prefill > 0
         if self._front() is not self._in_flight[-1]:
             return False
         self.started_ns = now_ns
@@ -186,7 +193,7 @@ class StepBook:
         """The oldest step has ended, the next one starts; what it was as :attr:`oldest` says it, None where none was under way."""
         if not self._in_flight:
             return None
-        prefill, decode, drafts, encoder, began_ns = self._in_flight.popleft()
+        prefill, decode, drafts, encoder, began_ns = self._take()
         if self._stages:
             if not prefill + decode:
                 return 0, 0, 0
@@ -203,14 +210,18 @@ class StepBook:
             self.started_ns = following[4] if self._stages else now_ns
         return prefill + drafts, decode, encoder
 
+    def _take(self) -> tuple[int, int, int, int, int]:
+        """The oldest step is not under way any more."""
+        step = prefill, decode, drafts, encoder, _ = self._in_flight.popleft()
+        if prefill or decode or drafts or encoder:
+            self._num_busy -= 1
+            self._num_reading -= prefill > 0
+        return step
+
     def is_busy(self) -> bool:
         """Whether a step with tokens is under way.  Any thread."""
-        # A copy, made in one go: the engine thread may take a step out meanwhile.  Loops: a generator costs as much as all the rest of this.
-        for prefill, decode, drafts, encoder, _ in tuple(self._in_flight):
-            if prefill or decode or drafts or encoder:
-                return True
-        return False
+        return self._num_busy > 0
 
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""
-        return any(step[0] for step in tuple(self._in_flight))
+        return self._num_reading > 0
