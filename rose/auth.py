@@ -124,7 +124,11 @@ class Tokens:
                 raise ConfigError(
                     f"{path} needs a string of {_MIN_CHARS} characters or more",
                     field=f"token_file.{name}",
-                    fix=None if value is not None else f"rose tokens --upgrade {path}",
+                    # A file that --upgrade helps has all old roles and never comes here: this is one program's part.
+                    fix=None
+                    if value is not None
+                    else "this is one program's part, and not this one's: where the whole file is, "
+                    "rose tokens FILE --split FOLDER writes each program's",
                 )
         if is_old:
             table.setdefault("environment", table["agent"])

@@ -118,6 +118,20 @@ def test_an_older_token_file_gets_a_key_and_keeps_its_tokens(tmp_path: Path) -> 
     assert Tokens.load(path, [*after.names]) == after
 
 
+def test_a_programs_part_of_the_tokens_is_not_sent_round_in_a_circle(tmp_path: Path) -> None:
+    """What --upgrade adds is not what another program's part lacks."""
+    path, folder = tmp_path / "tokens.toml", tmp_path / "parts"
+    assert rose("tokens", str(path), "--split", str(folder)).returncode == 0
+
+    for answer in (
+        rose("tokens", str(folder / "node.toml"), "--upgrade"),
+        rose("fleet", "status", "--token-file", str(folder / "node.toml")),
+    ):
+        assert answer.returncode == 2
+        assert "--split" in answer.stderr
+        assert "--upgrade" not in answer.stderr
+
+
 def test_a_key_is_never_replaced_unasked_and_a_delegated_one_is_made_of_it(tmp_path: Path) -> None:
     path, key = tmp_path / "tokens.toml", tmp_path / "tokens.key"
     assert rose("tokens", str(path)).returncode == 0
