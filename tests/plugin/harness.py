@@ -122,6 +122,8 @@ def give_encoder(scheduler: Any, budget: int, room: int | None = None) -> None:
 
     scheduler.max_num_encoder_input_tokens = budget
     scheduler.encoder_cache_manager = EncoderCacheManager(budget if room is None else room)
+    if getattr(scheduler, "rose", None) is not None:
+        scheduler.rose.hooks._encodes = budget > 0  # as it would have seen when it was made
 
 
 def step(scheduler: Any) -> Any:
