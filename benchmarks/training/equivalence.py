@@ -12,7 +12,8 @@
 answer, eight boards of 6x6: one turn of 36 tokens.  *Fleets*, in turn, level by level: ``dedicated``, one engine; ``harvested``, the same and one
 beside a production engine, under bursty traffic, which takes its memory back, and whose harvesting is switched off and on again besides,
 :data:`SWITCH_S` seconds or up to half as much more after the last time, as soon as the harvested engine decodes for 16 requests: bursts alone, and switches
-at any moment (none of 512 turns in a pilot of four steps; every 4 seconds 16 of 512), cut too few to say much; ``uncut``, two engines that nobody cuts.  *Loop*:
+at any moment (none of 512 turns in a pilot of four steps; every 4 seconds 16 of 512; every second, by a program that takes a second to start, 21), cut too
+few to say much; ``uncut``, two engines that nobody cuts.  *Loop*:
 asynchronous, ``alpha = 1``, ``on_stale = "cancel"``, eight groups of 16 a step; the trainer takes no update, and publishes a version of the
 same weights after each step.
 

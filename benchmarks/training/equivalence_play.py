@@ -41,6 +41,7 @@ from rose.demo.workplace import Workplace, default_parent
 from rose.errors import EngineError, LedgerError
 from rose.evaluation.arrivals import generate_arrivals
 from rose.lineage import Version, parse_version
+from rose.node_client import ControlClient
 from rose.policy.staleness import lag
 from rose.shared_memory import SharedMemorySweep
 from rose.testing.toy_recipe import TOY_RECIPE
@@ -68,6 +69,8 @@ COUNTED: Sequence[str] = ("turns", "moved", "migrated", "deep", "stale", "mixed"
 WORTH_A_CUT = 16
 """Requests that the harvested engine decodes for at once when harvesting is switched off."""
 LOOK_S = 0.1
+OFF_WAIT_S = 10.0
+"""For all memory to be back."""
 RECLAIM = "reclaim"
 """How the scheduler's events name the end of an attempt whose memory production took back (``rose.policy.turn_life``)."""
 LAKES = FrozenLakeParams(size=6, num_maps=8, max_start_distance=10, seed=0)
@@ -401,7 +404,7 @@ async def _lease(
     if part.fleet == HARVESTED:
         await _node(plan, supervisor, "on")
         if part.switch_s:
-            switching = asyncio.create_task(_switch(plan, supervisor, part.switch_s, plan.config.seed))
+            switching = asyncio.create_task(_switch(plan, part.switch_s, plan.config.seed))
     tokens = Tokens.load(plan.root / programs.TOKEN_FILE, PARTS["train"])
     config = plan.job(part.num_steps)
 
@@ -472,9 +475,13 @@ def _lease_of(plan: FleetPlan) -> RolloutLease | None:
         return None
 
 
-async def _switch(plan: FleetPlan, supervisor: ProcessSupervisor, every_s: float, seed: int) -> None:
+async def _switch(plan: FleetPlan, every_s: float, seed: int) -> None:
     """Harvesting off and on again, as an operator would, but at moments when there is much to cut: ``every_s`` or up to half as much
-    more after the last time, as soon as the harvested engine decodes for :data:`WORTH_A_CUT` requests at once."""
+    more after the last time, as soon as the harvested engine decodes for :data:`WORTH_A_CUT` requests at once.
+
+    By the call that `rose node off` makes, without the second in which that program starts: an answer is over by then.
+    """
+    agent = ControlClient(Path(plan.node_dir), Tokens.load(plan.root / programs.TOKEN_FILE, ["node"]))
     draws = random.Random(seed)
     while every_s:
         await asyncio.sleep(every_s * draws.uniform(1.0, 1.5))
@@ -485,8 +492,8 @@ async def _switch(plan: FleetPlan, supervisor: ProcessSupervisor, every_s: float
             if worth_a_cut(before, now):
                 break
             before = now
-        await _node(plan, supervisor, "off")
-        await _node(plan, supervisor, "on")
+        await asyncio.to_thread(agent.off, OFF_WAIT_S)
+        await asyncio.to_thread(agent.set, mode="on", engine=True)
 
 
 def worth_a_cut(before: tuple[int, int], now: tuple[int, int]) -> bool:
