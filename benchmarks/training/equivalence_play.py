@@ -308,6 +308,15 @@ class FleetPlan(DemoPlan):
         if fleet == "uncut":
             (self.root / "second").mkdir(mode=0o700)
 
+    def fleet(self, fleet: str) -> list[Program]:
+        """What is started, in this order.  Each program's file is written here, and the second engine's has the harvested one's name."""
+        production = [self.production()] if fleet == HARVESTED else []
+        others = {HARVESTED: self.harvested, "uncut": self.second}
+        return [
+            *(self.relay(), self.scheduler(), *production, self.dedicated()),
+            *([others[fleet]()] if fleet in others else []),
+        ]
+
     def second(self) -> Program:
         # On the harvested engine's port and core, without production.
         engine = self._engine(HARVESTED, core=self.cores[0])
@@ -391,12 +400,7 @@ async def _play(plan: FleetPlan, part: PartOfRun, sink: Sink, told: Callable[[st
 async def _lease(
     plan: FleetPlan, part: PartOfRun, supervisor: ProcessSupervisor, sink: Sink, told: Callable[[str], None]
 ) -> None:
-    needed = {
-        "dedicated": [plan.relay(), plan.scheduler(), plan.dedicated()],
-        "uncut": [plan.relay(), plan.scheduler(), plan.dedicated(), plan.second()],
-        HARVESTED: [plan.relay(), plan.scheduler(), plan.production(), plan.dedicated(), plan.harvested()],
-    }[part.fleet]
-    for program in needed:
+    for program in plan.fleet(part.fleet):
         told(f"{program.spec.name} started in {await supervisor.start(program):.0f} s")
         if program.spec.name == "production":
             await supervisor.start(plan.traffic())

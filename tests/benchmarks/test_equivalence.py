@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +312,21 @@ async def test_what_went_wrong_on_a_core_of_its_own_is_told() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         await on_core(max(os.sched_getaffinity(0)), work())
+
+
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_a_fleets_second_engine_is_its_own(tmp_path: Path, fleet: str) -> None:
+    """Both that may be the second are of one name, and so of one file."""
+    plan = FleetPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path, logs=tmp_path / "logs")
+    plan.prepare_fleet(fleet)
+
+    started = [program.spec.name for program in plan.fleet(fleet)]
+
+    written = tmp_path / "harvested.toml"
+    assert ("harvested" in started) == written.exists() == (fleet != "dedicated")
+    assert ("production" in started) == (fleet == "harvested")
+    if written.exists():
+        node = tomllib.loads(written.read_text())
+        assert (Path(node["dir"]).name, node["mode"]) == (
+            ("second", "on") if fleet == "uncut" else ("node", "off")
+        )
