@@ -6,7 +6,8 @@
     python benchmarks/training/equivalence.py --json FILE --quick          # one step of one fleet, to see that it runs; judges nothing
     python benchmarks/training/equivalence.py --json FILE --judge          # from what was leased so far; plays nothing
 
-**It has not been run.**  What follows was written before any run.
+It has been run once, on 2026-11-27 (``benchmarks/results/training/equivalence``; docs/evidence.md says what came of it).  What follows was written
+before.
 
 *Policies* that succeed in about 0.2, 0.5 and 0.9 of their sampled episodes, made once (``frozen_policies.py``).  *Task*: FrozenLake in one
 answer, eight boards of 6x6: one turn of 36 tokens.  *Fleets*, in turn, level by level: ``dedicated``, one engine; ``harvested``, the same and one
