@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 _FIXED_BUDGET = "nothing to change: set lending.max_lend_pages, the fixed budget of the rollouts beside it"
+_NOT_QUANTISED = "take the policy's checkpoint that is not quantised"
 _FULL_ATTENTION = "take a policy model with full attention in every layer"
 
 _ADVICE: dict[str, str | tuple[str, str]] = {
@@ -65,7 +66,8 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
         "leave out --attention-backend to lend memory too",
         "leave out --attention-backend",
     ),
-    "quantized_weights": (_FIXED_BUDGET, "take the policy's checkpoint that is not quantised"),
+    "quantized_weights": (_FIXED_BUDGET, _NOT_QUANTISED),
+    "weight_formats": ("", _NOT_QUANTISED),
     "priority": "leave out --scheduling-policy",
     "prompt_embeds": ("", "leave out --enable-prompt-embeds"),
     "logits_processors": ("", "leave out --logits-processors"),

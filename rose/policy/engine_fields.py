@@ -343,7 +343,18 @@ RESTRICTED: tuple[Field, ...] = (
         ("attention_config.backend_per_kind", _UNSET),
         ("attention_config.use_trtllm_attention", (None,)),
     ),
-    *_restricted("quantized_weights", ("model_config.quantization", _UNSET), ("model_config.quantization_config", _UNSET)),
+    *_restricted(
+        "quantized_weights",
+        # vLLM calls AWQ so where it takes kernels of CUDA for it.
+        ("model_config.quantization", (None, "compressed-tensors", "awq", "auto_gptq"), ("auto_awq",)),
+        own=(
+            ("compressed-tensors", "weight_formats"),
+            ("awq", "weight_formats"),
+            ("auto_awq", "weight_formats"),
+            ("auto_gptq", "weight_formats"),
+        ),
+    ),
+    *_restricted("quantized_weights", ("model_config.quantization_config", _UNSET)),
     *_restricted("priority", ("scheduler_config.policy", ("fcfs",))),
     *_restricted("prompt_embeds", ("model_config.enable_prompt_embeds", *_OFF)),
     *_restricted("logits_processors", ("model_config.logits_processors", _UNSET)),

@@ -18,6 +18,7 @@ from tests.engine_launcher import BASE_ARGS
 from tests.plugin.conftest import ON_NEWEST
 from tests.plugin.test_compute_only_engine import STATES
 from tests.plugin.test_kv_cache_table import cache_of
+from tests.tiny_quantized import FORMATS
 from tests.tiny_shapes import write_shape
 from vllm_plugin import compat, lines
 from vllm_plugin.features import findings, plain
@@ -50,6 +51,10 @@ ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mtp", "mla", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
     ("gemma3", "gemma3", {}),
     ("idefics3", "dense", {}),
+    *(
+        ("qwen3", "dense", {"hf_overrides": {"quantization_config": said}})
+        for _, said in FORMATS.values()  # as a checkpoint's own config.json says it
+    ),
 )
 """``SELF``: the model is its own drafter.  Shape, kind of cache and options of what the engines of the tests run with, as far as fields with a row of their own are concerned."""
 

@@ -24,6 +24,7 @@ from tests.plugin.logits_for_tests import NEVER
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
 from tests.tiny_model import write_tiny_adapter, write_tiny_model
+from tests.tiny_quantized import FORMATS, quantize
 from tests.tiny_shapes import write_shape, write_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.conformance, pytest.mark.timeout(240)]
@@ -42,13 +43,14 @@ OPTIONS = [
     "mtp",
     "fp8_kv",
     "mla",
+    *FORMATS,
 ]
 HEADS = ("eagle", "eagle3")
 LATENT = ("mla", "mtp")
 """Models with latent attention."""
 DRAFTERS = ("draft_model", *HEADS, "mtp")
 ROWS = {"moe": ["decoder"], "kv_events": ["decoder"]} | {one: ["speculative"] for one in DRAFTERS}
-ROWS["mtp"] = ["speculative", "mla"]
+ROWS |= {"mtp": ["speculative", "mla"], **{key: ["weight_formats"] for key in FORMATS}}
 """Of options that are not named as theirs, or touch more than one."""
 ADAPTERS = ("", "first", "second")
 """"": the model itself."""
@@ -150,6 +152,10 @@ def write_engine(folder: Path, option: str) -> list[str]:
         write_shape(folder / "model", option if option in LATENT else "llama")
         if option == "mtp":
             write_weights(folder / "model")
+    elif option in FORMATS:
+        write_shape(folder / "model", "llama")
+        write_weights(folder / "model")
+        quantize(folder / "model", option)
     else:
         write_tiny_model(folder / "model", hidden_size=HIDDEN, num_experts=4 if option == "moe" else 0)
     for seed, name in enumerate(ADAPTERS):
@@ -172,6 +178,7 @@ def write_engine(folder: Path, option: str) -> list[str]:
         "speculative": [f"--speculative-config={json.dumps(NGRAM)}"],
         **({option: drafter(option, folder)} if option in DRAFTERS else {}),
         "fp8_kv": ["--kv-cache-dtype=fp8"],
+        **{one: [] for one in FORMATS},
         "mla": ["--load-format=dummy", f"--kv-cache-memory-bytes={144 << 20}"],
     }[option]
     return [*args, f"--max-num-seqs={SEATS}"]
@@ -202,7 +209,7 @@ def test_answers_are_the_same_whatever_is_lent(production: Production, agent: Ag
 
 @pytest.mark.parametrize(
     "production",
-    ["lora", "speculative", *DRAFTERS, "fp8_kv", "mla"],
+    ["lora", "speculative", *DRAFTERS, "fp8_kv", "mla", *FORMATS],
     indirect=True,
     scope="module",
 )
@@ -212,6 +219,7 @@ def test_answers_while_memory_is_lent_are_those_of_vllm_without_the_plugin(
     model, env = production.server.model_dir, {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
     with EngineServer(model, env=env, args=production.args) as stock:
         expected = Production(production.option, stock, production.events, production.args).answers()
+    assert expected[0] != expected[2]  # what comes first reaches the last token
     agent.write(lend_pages=agent.total - 1)
     agent.until_lent(production.loan(agent.total - 1))
 
