@@ -1,8 +1,9 @@
-"""Which first tokens of production came late: told on the step path, worked out by the background thread.
+"""Which first tokens of production came late: noted on the step path, counted by the background thread.
 
-Once a step the engine thread notes two references; to look at each request there took a third of what all hooks cost.  The count is that
-of :class:`~rose.policy.coserving.first_tokens.FirstTokens`, with the times at which steps ended.  It is behind by a round at most; who reads
-it (:class:`rose.policy.watch.SloGuard`) looks over seconds.
+At the end of a step the engine thread looks only at those that have begun and had no token yet, and notes who has one now, and when; to count
+them there as well, and to look for who waits too long, took a third of what all hooks cost.  The count is that of
+:class:`~rose.policy.coserving.first_tokens.FirstTokens`, with the times at which steps ended.  It is behind by a round at most, a quarter of a second; who
+reads it (:class:`rose.policy.watch.SloGuard`) looks over seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rose.policy.coserving.first_tokens import FirstTokens
 from vllm_plugin import internals
 
 MOST_BEHIND = 4096
-"""Arrivals and steps that wait for a round; of more, the oldest are forgotten: whoever came with them is not counted."""
+"""Arrivals, and steps with first tokens, that wait for a round; of more, the oldest are forgotten and not counted."""
 LOOKED_AT = 256
 """Late requests in one round; the next rounds go on with the others."""
 
@@ -29,43 +30,68 @@ class FirstTokenWatch:
 
     def __init__(self, scheduler: Any, book: FirstTokens) -> None:
         self._scheduler, self._book = scheduler, book
-        self._arrived: deque[tuple[str, float]] = deque(maxlen=MOST_BEHIND)
-        self._ended: deque[tuple[Any, float]] = deque(maxlen=MOST_BEHIND)
-        self._reading: dict[str, int] = {}
-        """Who has been in a step that did not reach the end of its prompt, and the tokens of the prompt."""
+        self._starting: list[str] = []
+        """Engine thread: who has been in a step that has ended, and has had no token yet: whose prompts take several."""
+        self._noted: deque[tuple[Any, float]] = deque(maxlen=MOST_BEHIND)
+        """In the order in which it happened: a request's id and arrival; those whose first tokens came, and when."""
+        self._asked: set[str] = set()
+        """Background thread: who was gone, or had a token that no step had told of, in the last look."""
 
     # ------------------------------------------------------------------ engine thread
 
     def arrived(self, request: Any) -> None:
         """A request, or a session's next turn, has arrived."""
-        self._arrived.append((request.request_id, request.arrival_time))
+        self._noted.append((request.request_id, request.arrival_time))
 
     def ended(self, output: Any) -> None:
         """The step that was put together as ``output`` has ended."""
-        self._ended.append((output, time.time()))
+        starting = self._starting
+        if output.scheduled_new_reqs:
+            starting = starting + internals.started(output)
+        if not starting:
+            return
+        requests = self._scheduler.requests
+        still: list[str] = []
+        came: list[str] = []
+        for one in starting:
+            request = requests.get(one)
+            (came if request is None or request.num_output_tokens else still).append(one)
+        self._starting = still
+        if came:
+            self._noted.append((came, time.time()))
+
+    def off(self) -> None:
+        """Nothing is promised any more."""
+        self._starting = []
 
     # ------------------------------------------------------------------ background thread
 
-    def look(self, promised_s: float) -> None:
-        """Once a round: which have come, and who has waited longer than ``promised_s``, 0 where nothing is promised."""
+    def look(self, promised_s: float) -> bool:
+        """Once a round: which have come, and who has waited longer than ``promised_s``, 0 where nothing is promised; whether more are late."""
         book, now_s = self._book, time.time()
-        # In this order: who is in a step that has ended by now has arrived before it.
-        num_ended = len(self._ended)
-        for _ in range(len(self._arrived)):
-            book.arrived(*self._arrived.popleft())
-        for _ in range(num_ended):
-            output, at_s = self._ended.popleft()
-            book.came(internals.read_to_the_end(output, self._reading), at_s, promised_s)
-        requests = self._scheduler.requests
-        for _ in range(LOOKED_AT):
+        before = book.num_late
+        for _ in range(len(self._noted)):
+            who, at_s = self._noted.popleft()
+            if isinstance(who, str):
+                book.arrived(who, at_s)
+            else:
+                book.came(who, at_s, promised_s)
+        requests, asked = self._scheduler.requests, set()
+        for _ in range(min(LOOKED_AT, len(book))):
             late = book.overdue(now_s, promised_s)
             if late is None:
-                return
+                break
             request = requests.get(late)
             if request is None or request.num_output_tokens:
-                book.ended(late)
-                self._reading.pop(late, None)
+                # The step that brought its token may be ending just now, and not have noted it: looked at again in the next round.
+                if late in self._asked:
+                    book.ended(late)
+                else:
+                    asked.add(late)
+                    book.waits_for_others(late)
             elif internals.is_blocked(self._scheduler, request):
                 book.waits_for_others(late)
             else:
                 book.late(late)
+        self._asked = asked
+        return book.num_late > before

@@ -166,28 +166,9 @@ def looks_for_prefix(pool: Any, request: Any) -> bool:
     return pool.enable_caching and not request.skip_reading_prefix_cache
 
 
-def read_to_the_end(scheduler_output: Any, reading: dict[str, int]) -> list[str]:
-    """Whose prompts this step has read to their ends: their first tokens come with it.  Among them may be some that have had tokens before.
-
-    Args:
-        reading: Of those that earlier steps have begun to read, how many tokens their prompts have; kept here from step to step.
-    """
-    num_scheduled = scheduler_output.num_scheduled_tokens
-    read: list[str] = []
-    for new in scheduler_output.scheduled_new_reqs:
-        name, num_tokens = new.req_id, new.prompt_len
-        if new.num_computed_tokens + num_scheduled[name] >= num_tokens:
-            read.append(name)
-        else:
-            reading[name] = num_tokens
-    if reading:
-        again = scheduler_output.scheduled_cached_reqs
-        for name, num_computed in zip(again.req_ids, again.num_computed_tokens, strict=True):
-            if name in reading and num_computed + num_scheduled[name] >= reading[name]:
-                read.append(name)
-        for name in (*read, *scheduler_output.finished_req_ids):
-            reading.pop(name, None)
-    return read
+def started(scheduler_output: Any) -> list[str]:
+    """Who starts with this step; among them may be some that have had tokens before."""
+    return [new.req_id for new in scheduler_output.scheduled_new_reqs]
 
 
 def new_prompts(scheduler_output: Any, block_tokens: int) -> Iterable[tuple[int, Sequence[int], int]]:

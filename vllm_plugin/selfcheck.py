@@ -125,14 +125,14 @@ CORE: tuple[Owner, ...] = (
     Owner(
         where="vllm.v1.core.sched.output:SchedulerOutput",
         names="""
-            num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids finished_req_ids scheduled_new_reqs
+            num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids scheduled_new_reqs
             scheduled_cached_reqs scheduled_spec_decode_tokens scheduled_encoder_inputs""",
     ),
     Owner(
         where="vllm.v1.core.sched.output:NewRequestData",
-        names="req_id prompt_token_ids prompt_len block_ids num_computed_tokens",
+        names="req_id prompt_token_ids block_ids num_computed_tokens",
     ),
-    Owner(where="vllm.v1.core.sched.output:CachedRequestData", names="req_ids num_computed_tokens new_block_ids"),
+    Owner(where="vllm.v1.core.sched.output:CachedRequestData", names="new_block_ids"),
     Owner(where="vllm.v1.metrics.stats:SchedulerStats", names="kv_cache_usage"),
     Owner(
         where="vllm.v1.core.kv_cache_manager:KVCacheManager",

@@ -86,7 +86,8 @@ class ServingRounds:
     def round(self) -> None:
         """Look at everything once and act.  Order: see the module docstring."""
         self._learner.learn(watched=self._board.watched)
-        self._first_tokens.look(self._board.slo_ttft_ns / NS_PER_S)
+        if self._first_tokens.look(self._board.slo_ttft_ns / NS_PER_S) and self._board.watched:
+            self._seam.call_when_idle(self._idle)  # an engine that steps says it by itself
         book, seam, at_s = self._book, self._seam, time.monotonic()
         self.check_own_files()
         reports, retained = self._pagers.reports()

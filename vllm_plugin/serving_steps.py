@@ -162,6 +162,8 @@ class ServingSteps:
             self._learner.measured.append((*tokens, steps.step_ns / NS_PER_S))
         if board.slo_ttft_ns:
             self._first_tokens.ended(output)
+        else:
+            self._first_tokens.off()
         if board.watched:
             self._forecast()
         self.tell_step()

@@ -192,7 +192,7 @@ def test_where_nothing_is_promised_nothing_is_kept(scheduler: Any, clock: Clock,
         harness.step(scheduler)
 
     assert breaches(scheduler, node_dir) == 0
-    assert not scheduler.rose.first_tokens._ended
+    assert not scheduler.rose.first_tokens._noted
 
 
 @pytest.mark.parametrize("step_s", [0.1, 1.5])
@@ -223,4 +223,63 @@ def test_the_count_hangs_on_when_steps_ended_and_not_on_when_somebody_looked(
     expected = simulated_late([(requests[name].arrival_time, at_s) for name, at_s in first_s.items()])
     assert expected > 0
     assert breaches(scheduler, node_dir) == expected
-    assert not scheduler.rose.first_tokens._reading
+    assert not scheduler.rose.first_tokens._starting
+
+
+def session_answers(scheduler: Any, session: Any) -> None:
+    """The end of a session's turn, as vLLM goes on with it: its client's next turn is a prompt of the same request."""
+    from vllm.v1.request import RequestStatus
+
+    if session in scheduler.running:
+        scheduler.running.remove(session)
+    session._output_token_ids.clear()
+    session.status = RequestStatus.WAITING
+
+
+def test_a_sessions_turns_between_two_looks_are_two(scheduler: Any, clock: Clock, node_dir: Path) -> None:
+    """The first is in time and the second late, though both began before anybody looked."""
+    book, watch = scheduler.rose.steps.first_tokens, scheduler.rose.first_tokens
+    session = add(scheduler, clock, "session", max_tokens=5)
+    output = scheduler.schedule()
+    clock.now_s += 0.3
+    harness.answer(scheduler, output)
+    session_answers(scheduler, session)
+    session.arrival_time = clock.now_s
+    watch.arrived(session)
+
+    assert breaches(scheduler, node_dir) == 0
+    assert len(book) == 1
+    clock.now_s += 1.5
+    assert breaches(scheduler, node_dir) == 1
+
+
+def test_a_token_that_has_come_but_was_not_noted_yet_is_waited_for(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    """A look in the middle of the end of a step."""
+    request = add(scheduler, clock, "a", max_tokens=5)
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    request.append_output_token_ids(9)
+
+    assert breaches(scheduler, node_dir) == 0
+    scheduler.rose.first_tokens.ended(output)
+    assert breaches(scheduler, node_dir) == 1
+    assert not scheduler.rose.steps.first_tokens
+
+
+def test_a_late_last_token_stands_on_the_board_of_an_idle_engine(
+    scheduler: Any, clock: Clock, node_dir: Path
+) -> None:
+    """Beside a rollout engine only the engine thread writes, and an idle one makes no step that would."""
+    asked: list[Any] = []
+    scheduler.rose.seam.call_when_idle = asked.append
+    add(scheduler, clock, "a", max_tokens=1)
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    harness.answer(scheduler, output)
+    assert not scheduler.running
+    scheduler.rose._board.watched = True
+    scheduler.rose.rounds.round()
+
+    assert asked == [scheduler.rose.hooks.idle]
