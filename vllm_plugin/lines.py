@@ -37,6 +37,7 @@ TRIED: dict[str, frozenset[str]] = {
             "sliding_window",
             "speculative",
             "tensor_parallel",
+            "weight_formats",
         }
     )
 }
