@@ -229,6 +229,8 @@ def test_what_a_loop_is_leased_is_recorded_with_its_cuts(tmp_path: Path) -> None
     steps: list[tuple[list[Mapping[str, Any]], Mapping[str, Any]]] = []
     with running_world(tmp_path / "world", plan.policy_model) as world:
         world.engines[1].faults.extend(Fault(kind="reclaim", after=6) for _ in range(1000))
+        # Room for two turns on the first: else, by who is heard of first with a new version, it plays all of them.
+        world.nodes[0].kv_budget_tokens = 300
         small = {"num_groups": 2, "group_size": 4}
         table = plan.job(2).model_dump()
         config = TrainConfig.model_validate(
