@@ -32,6 +32,8 @@ _ASKED = ("is_", "has_", "use_", "uses_", "requires_")
 _ASKED_TOO = ("runner_type", "rswa_window", "attn_type")
 _TEXT_AND_IMAGES = {"text_config", "vision_config"}
 """What the configuration of such a model is made of."""
+_COMPRESSED = frozenset({"int-quantized"})
+"""Formats of numbers in compressed-tensors that an engine of the tests has run with."""
 _MTP = {"DeepSeekMTPModel"}
 """Models that draft with layers of their own and were tried."""
 _LONGEST = 80
@@ -98,6 +100,11 @@ def findings(
         found.append(
             ("modalities", f"model_config.hf_config of {', '.join(sorted(parts)) or 'unknown parts'}")
         )
+    if config.model_config.quantization == "compressed-tensors":
+        said = getattr(config.model_config.hf_config, "quantization_config", None)
+        numbers = said.get("format") if isinstance(said, dict) else None
+        if numbers not in _COMPRESSED:
+            found.append(("quantized_weights", f"model_config.hf_config.quantization_config of {numbers}"))
     drafts = config.speculative_config
     if drafts is not None and drafts.method == "mtp":
         drafter = drafts.draft_model_config

@@ -111,7 +111,7 @@ TABLE: tuple[Row, ...] = (
     _row(29, "kv_option", "an option of the KV cache, of offload or of attention with a value that is not listed below", _COMPUTE, "its memory may be used, or waited for, in another way", _NO),
     _row(30, "attention_backend", "an attention backend that was asked for by name", _COMPUTE, "it may read memory that is on loan; not tried", _NO),
     _row(31, "quantized_weights", "weights quantised in another way (fp8, ...)", _COMPUTE, "no loan was tried beside them: vLLM's CPU build has no kernel for fp8 weights; and a weight update has no unquantised weight to write to", _NO),
-    _row(57, "weight_formats", "quantised weights of a checkpoint in the format compressed-tensors, AWQ or GPTQ", _ALL, "they are the layers' own and lie in no block; tried with 8-bit weights and activations, and with 4-bit weights; a weight update has no unquantised weight to write to", _NO),
+    _row(57, "weight_formats", "quantised weights of a checkpoint in the format compressed-tensors (int-quantized), AWQ or GPTQ", _ALL, "they are the layers' own and lie in no block; tried with 8-bit integer weights and activations, and with 4-bit weights; a weight update has no unquantised weight to write to", _NO),
     _row(32, "priority", "priority scheduling", _NO, "the oldest request is not the next one: the deadlines would be another request's"),
     _row(33, "prompt_embeds", "prompts as embeddings", _ALL, "a rollout's trace has token ids only", _NO),
     _row(34, "logits_processors", "logits processors of the operator's", _ALL, "a rollout's log-probs would not be those of what was sampled", _NO),

@@ -101,6 +101,11 @@ def cores(size: int, *, local: int, external: bool = False, moe: bool = False) -
 THING = SimpleNamespace()
 
 
+def compressed(config: Any, numbers: str) -> None:
+    config.model_config.quantization = "compressed-tensors"
+    config.model_config.hf_config.quantization_config = {"format": numbers}
+
+
 def adapters(config: Any, **options: Any) -> None:
     from vllm.config.lora import LoRAConfig
 
@@ -179,7 +184,8 @@ ROWS: list[tuple[str, Change, str]] = [
     ("kv_option", put("offload_config.uva.cpu_offload_gb", 4.0), "compute-only"),
     ("attention_backend", put("attention_config.backend_per_kind", {"full": "X"}), "compute-only"),
     ("quantized_weights", put("model_config.quantization", "fp8"), "compute-only"),
-    ("weight_formats", put("model_config.quantization", "compressed-tensors"), "elastic"),
+    ("weight_formats", lambda config: compressed(config, "int-quantized"), "elastic"),
+    ("quantized_weights", lambda config: compressed(config, "float-quantized"), "compute-only"),
     ("weight_formats", put("model_config.quantization", "awq"), "elastic"),
     ("weight_formats", put("model_config.quantization", "auto_gptq"), "elastic"),
     ("priority", put("scheduler_config.policy", "priority"), "refused"),

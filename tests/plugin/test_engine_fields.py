@@ -450,3 +450,13 @@ def test_true_is_not_one_and_nothing_is_not_zero() -> None:
     assert row_of_field("parallel_config.nnodes", True) == "multi_host"
     assert row_of_field("parallel_config.nnodes", None) == "multi_host"
     assert row_of_field("model_config.enable_sleep_mode", 0) == "sleep_mode"
+
+
+def test_compressed_tensors_of_numbers_that_nobody_ran_share_compute_only(shapes: Path) -> None:
+    _, said = FORMATS["w8a8"]
+    tried = config_of(shapes, hf_overrides={"quantization_config": said})
+    other = config_of(shapes, hf_overrides={"quantization_config": said})
+    other.model_config.hf_config.quantization_config = said | {"format": "float-quantized"}
+
+    assert "quantized_weights" not in found_in(tried)
+    assert found_in(other)["quantized_weights"].endswith("of float-quantized")
