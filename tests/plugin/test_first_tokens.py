@@ -85,6 +85,18 @@ def simulated_late(requests: list[tuple[float, float]]) -> int:
     return len(world.cluster.late)
 
 
+def step(
+    scheduler: Any, clock: Clock, step_s: float, requests: dict[str, Any], first_s: dict[str, float]
+) -> None:
+    """One step that takes so long; notes when each request's first token came."""
+    output = scheduler.schedule()
+    clock.now_s += step_s
+    harness.answer(scheduler, output)
+    for name, request in requests.items():
+        if request.num_output_tokens:
+            first_s.setdefault(name, clock.now_s)
+
+
 @pytest.mark.parametrize("step_s", [0.1, 0.4, 1.5])
 def test_every_late_first_token_counts_as_in_the_simulator(
     scheduler: Any, clock: Clock, node_dir: Path, step_s: float
@@ -97,12 +109,7 @@ def test_every_late_first_token_counts_as_in_the_simulator(
         if number < 16:
             for name in (f"{number}a", f"{number}b"):
                 requests[name] = add(scheduler, clock, name, num_tokens=16, max_tokens=1 + number % 3)
-        output = scheduler.schedule()
-        clock.now_s += step_s
-        harness.answer(scheduler, output)
-        for name, request in requests.items():
-            if request.num_output_tokens:
-                first_s.setdefault(name, clock.now_s)
+        step(scheduler, clock, step_s, requests, first_s)
 
     assert len(first_s) == 32
     expected = simulated_late([(requests[name].arrival_time, at_s) for name, at_s in first_s.items()])
@@ -208,12 +215,7 @@ def test_the_count_hangs_on_when_steps_ended_and_not_on_when_somebody_looked(
         if number < 10:
             name = str(number)
             requests[name] = add(scheduler, clock, name, num_tokens=16 + 30 * (number % 3), max_tokens=3)
-        output = scheduler.schedule()
-        clock.now_s += step_s
-        harness.answer(scheduler, output)
-        for name, request in requests.items():
-            if request.num_output_tokens:
-                first_s.setdefault(name, clock.now_s)
+        step(scheduler, clock, step_s, requests, first_s)
         if number % 7 == 3 and scheduler.running and not scheduler.running[-1].num_output_tokens:
             scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
         if number % every == 0:
