@@ -50,6 +50,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import psutil  # noqa: E402
+
 from benchmarks.lib.report import Report, machine, write  # noqa: E402
 from rose.coserve.records import Phase  # noqa: E402
 from rose.evaluation.statistics import percentile  # noqa: E402
@@ -225,6 +227,7 @@ class Run:
         hold_s = rng.uniform(*HOLD_S) if case.what in ("stop", "freeze") else 0.0
         burst_s = rng.uniform(0.0, NEXT_S)
         agent_hears = not _agent_is_deaf(case)
+        before = await asyncio.to_thread(pair.engine_pids)
         began_s = time.monotonic()
         undo = await asyncio.to_thread(self._fault, case, rng)
         tasks: list[asyncio.Task[Any]] = []
@@ -248,12 +251,15 @@ class Run:
             if case.what == "full":
                 await asyncio.sleep(rng.uniform(0.5, 3.0))
                 (pair.volume / "filler").unlink()
+            late_look = asyncio.create_task(self._tell_of_the_late(found, asked_s, before))
+            tasks.append(late_look)
             found.back_s = max(0.0, await back - asked_s)
+            late_look.cancel()
         finally:
             undo()
             (pair.volume / "filler").unlink(missing_ok=True)
             ends = await asyncio.gather(*tasks, return_exceptions=True)
-        found.notes += [str(end) for end in ends if isinstance(end, BaseException)]
+        found.notes += [str(end) for end in ends if isinstance(end, Exception)]
         if case.what == "alone":
             found.recovered_s = 0.0
         else:
@@ -262,6 +268,11 @@ class Run:
     async def _order_off(self) -> None:
         """``rose node off``, as often as it takes."""
         await self.pair.until(self.pair.off, "off is heard", GIVE_UP_S)
+
+    async def _tell_of_the_late(self, found: Found, asked_s: float, pids: Sequence[int]) -> None:
+        """What the engine's processes are at when memory should have been back: who does not run, and in which class."""
+        await asyncio.sleep(max(0.0, asked_s + found.promised_s + MARGIN_S - time.monotonic()))
+        found.notes += await asyncio.to_thread(lambda: [*map(_look_at, pids)])
 
     async def _when_back(self) -> float:
         await self.pair.until(self.pair.all_back, "all memory is back", GIVE_UP_S)
@@ -349,6 +360,26 @@ class Run:
         with contextlib.suppress(OSError), (self.pair.volume / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(b"x" * 4096)
+
+
+def _look_at(pid: int) -> str:
+    """One process: what it is, its state, and its share of the cores."""
+    try:
+        process = psutil.Process(pid)
+        group = next((line.split(":", 2)[2] for line in _cpu_group(pid)), "")
+        idle = Path("/sys/fs/cgroup/cpu", group.lstrip("/"), "cpu.idle")
+        is_idle = idle.read_text().strip() if idle.exists() else "-"
+        return (
+            f"late: {process.name()} {pid} is {process.status()}, class {os.sched_getscheduler(pid)}, cpu.idle {is_idle}, "
+            f"{sum(process.cpu_times()[:2]):.1f} s of CPU"
+        )
+    except (OSError, psutil.Error) as error:
+        return f"late: {pid}: {error!r}"
+
+
+def _cpu_group(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return [line for line in lines if "cpu" in line.split(":", 2)[1].split(",")]
 
 
 def summarise(done: Sequence[Found]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def found_freezer(version: Version) -> Iterator[Freezer | None]:
             group.thaw()
             for pid in (directory / "cgroup.procs").read_text().split():
                 subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
-            until_s = time.monotonic() + 10.0
+            until_s = time.monotonic() + 60.0  # the dying of the idle class take their time on a busy core
             while (directory / "cgroup.procs").read_text() and time.monotonic() < until_s:
                 time.sleep(0.01)
             directory.rmdir()
