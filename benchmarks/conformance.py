@@ -353,8 +353,10 @@ class Matrix:
         pair, before = self.pair, self.pair.rollouts.tokens
         outcome.held_pages = max(outcome.held_pages, self._held())
         compared = 0
-        until_s = time.monotonic() + PATIENCE_S
+        until_s, pause_s = time.monotonic() + PATIENCE_S, 0.0
         while not compared or (rollouts and pair.rollouts.tokens == before):
+            await asyncio.sleep(pause_s)  # on a single core rollouts get no more of it than production leaves
+            pause_s = min(max(0.05, 2 * pause_s), 2.0)
             answers = await self._answers(cell)
             compared += 1
             if [tokens for tokens, _ in answers] != [tokens for tokens, _ in alone]:
