@@ -103,6 +103,16 @@ def idle_share(
     return IdleShare(rung="class")
 
 
+def lift_what_is_left() -> None:
+    """Let what a killed supervisor left in our cgroup die at a normal share.
+
+    Its guard and its sentinel lift it where they live; they may have been killed with it.
+    """
+    here, _ = _cpu_cgroup(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    if here is not None:
+        _sweep(here)
+
+
 def _cpu_cgroup(root: Path, own: Path) -> tuple[Path | None, bool]:
     """``(directory of our cpu cgroup or None, are we in the root group)``; version 1 or 2."""
     try:
@@ -142,12 +152,15 @@ def _make_idle_child(parent: Path) -> Path | None:
 
 
 def _sweep(parent: Path) -> None:
-    """Cgroups of supervisors that were killed; those still in use cannot be removed."""
+    """Cgroups of supervisors that were killed go, and what is in one yet gets a normal share: it is dying, and nobody else lifts it."""
     with suppress(OSError):
         for left in parent.glob(f"{PREFIX}*"):
             if not Path("/proc", left.name.removeprefix(PREFIX).partition("-")[0]).exists():
-                with suppress(OSError):
+                try:
                     left.rmdir()
+                except OSError:
+                    with suppress(OSError):
+                        (left / "cpu.idle").write_text("0")
 
 
 def _reads(path: Path, value: str) -> bool:
