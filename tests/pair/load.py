@@ -51,8 +51,11 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
+        # A connection for each request: one that is kept may be closed by the server, idle for 5 s, in the moment in which it is used again,
+        # and that would read as an error of production's.
         self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S), connector=aiohttp.TCPConnector(limit=0)
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         return self
 
