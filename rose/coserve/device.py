@@ -52,6 +52,7 @@ class DeviceView:
         self._lease_file = directory.serving_lease()
         self._board_file = directory.serving_board()
         self._rollout_file = directory.rollout_lease()
+        self._chunks_file = directory.chunks("serving")
 
     def look(self) -> None:
         """Read the three records anew."""
@@ -93,6 +94,7 @@ class DeviceView:
             queried_tokens=max(0, lease.queried_tokens),
             lost_tokens=max(0, lease.lost_tokens),
             cold_pages=max(0, lease.cold_pages),
+            chunk_pages=self._chunk_pages(max(0, lease.total_pages)),
         )
 
     def rollout_event(self, exit_s: float = 0.0) -> RolloutReported:
@@ -118,6 +120,14 @@ class DeviceView:
             step_s=max(0, lease.step_ns) / NS_PER_S,
             exit_s=exit_s,
         )
+
+    def _chunk_pages(self, total_pages: int) -> int:
+        """Of which production lends whole ones; 1 where it does not say.  It has a mark for each."""
+        try:
+            num_chunks = self._chunks_file.extra_bytes if self._chunks_file.alive() else 0
+        except LedgerError:
+            num_chunks = 0
+        return max(1, total_pages // num_chunks) if num_chunks else 1
 
     def held_pages(self) -> int:
         """Pages of the rollout engine: reserved, or still resident in one of its workers."""

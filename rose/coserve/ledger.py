@@ -434,6 +434,11 @@ class RecordReader(Generic[R]):
             return futex_wait(self._futex.address, word, left_s)
 
     @property
+    def extra_bytes(self) -> int:
+        """How many bytes are behind the record; 0 where there is no file."""
+        return self._extra_bytes if self._refresh() else 0
+
+    @property
     def extra(self) -> bytes:
         """A copy of the bytes behind the record; empty where there is no file."""
         if not self._refresh():

@@ -65,6 +65,8 @@ class ServingReported:
     """Of these, how many a cache of the whole device would have had and the one beside the loan had not."""
     cold_pages: int = 0
     """How many more pages such a cache would fill now."""
+    chunk_pages: int = 1
+    """It lends whole chunks of so many pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

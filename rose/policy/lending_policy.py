@@ -128,16 +128,16 @@ class LendingPolicy(Lending):
             return target, "headroom or floor grew"
         if lend and serving.total_pages - serving.used_pages - lend < self.watermark_pages:
             return target, "serving's use crossed the watermark"
+        wanted = ALL_PAGES
         if rollout.wanted_pages:
             # Lending what nobody uses would cost serving its prefix cache.  Never below what is held: a
-            # smaller wish is no cut.
+            # smaller wish is no cut.  In whole chunks: of a loan of less serving lends nothing, and takes back what is held.
             wanted = max(rollout.wanted_pages, rollout.reserved_pages)
+            wanted = -(-wanted // serving.chunk_pages) * serving.chunk_pages
             target = min(target, wanted)
             if wanted + self.hysteresis_pages <= lend:
                 return wanted, "rollouts want less"
-        if target < lend + self.hysteresis_pages and target < min(
-            self.cap_pages, rollout.wanted_pages or ALL_PAGES
-        ):
+        if target < lend + self.hysteresis_pages and target < min(self.cap_pages, wanted):
             return lend, self.reason
         if now_s < self.frozen_until_s:
             target = min(target, self._rest_pages)

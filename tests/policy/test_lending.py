@@ -206,6 +206,26 @@ def test_no_more_is_lent_than_rollouts_want_and_a_smaller_wish_is_no_cut(world: 
     policy.check()
 
 
+def test_a_wish_for_less_than_a_chunk_leaves_a_whole_one_on_loan() -> None:
+    """Of a loan of 8 pages production, whose chunks have 9, lends nothing: it took back what was held, and gave it again, three times a second."""
+    policy = LendingPolicy(PARAMS)
+    policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    seen: list[int] = []
+    held, at_s = 0, 0.0
+    for _ in range(60):
+        at_s += 0.05
+        out = policy.lend_pages // 9 * 9
+        held = min(8, out)
+        # It says what it could use once it has something to do it with.
+        policy.handle(
+            RolloutReported(at_s=at_s, alive=True, phase=Phase.READY, reserved_pages=held, wanted_pages=held)
+        )
+        policy.handle(dataclasses.replace(calm(at_s), reserved_pages=TOTAL - out, chunk_pages=9))
+        seen.append(held)
+    assert seen[-20:] == [8] * 20
+    assert policy.num_cuts == 0
+
+
 def calm(at_s: float) -> ServingReported:
     return ServingReported(
         at_s=at_s, alive=True, phase=Phase.READY, total_pages=TOTAL, reserved_pages=TOTAL, used_pages=0
