@@ -64,6 +64,8 @@ AGAIN_S = 1.0
 """A job of the agent that broke begins anew after so long."""
 RELEASE_AFTER_S = 5.0
 """How long nobody wants the device before its engine gives its memory back: a scheduler that was restarted has no job for a moment."""
+FITS_EVERY_S = 1.0
+"""How often an engine is compared with what production could lend."""
 
 
 class NodeAgent(Node):
@@ -213,7 +215,7 @@ class NodeAgent(Node):
             first = engine.num_starts == 0
             try:
                 await engine.start(self.engine_size())
-                await engine.wait_exit()
+                await self._while_it_fits()
             except ConfigError as error:
                 if first and not self._follows_a_dead:
                     raise  # wrong from the beginning: say so and end
@@ -228,6 +230,19 @@ class NodeAgent(Node):
             await engine.stop(grace_s=0.0)
             if self.wants_engine:
                 engine.restarts.ended(time.monotonic())
+
+    async def _while_it_fits(self) -> None:
+        """Until the engine has ended; one that production has outgrown is ended for it."""
+        ended = asyncio.ensure_future(self.engine.wait_exit())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=FITS_EVERY_S)
+                if not ended.done() and (reason := self.outgrown()) is not None:
+                    logger.warning("the rollout engine is started anew: %s", reason)
+                    await self.engine.stop()
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
 
     async def _end_unwanted_engine(self) -> None:
         """Mode observe touches nothing of production's device: what runs there gives its memory back, and ends."""

@@ -67,6 +67,7 @@ class RolloutEngine:
             often).
         exit_s: The longest that a tree took to be gone after it was killed.
         lineage: Weights that all ranks run; None = unknown.
+        size: What it was last started with beside production; None: nothing, or the device is its own.
         weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
     """
 
@@ -93,7 +94,7 @@ class RolloutEngine:
         self._client: httpx.AsyncClient | None = None
         engine = config.engine
         self.restarts = Restarts(engine.max_restarts, engine.restart_window_s, engine.restart_pause_s)
-        self._size: EngineSize | None = None
+        self.size: EngineSize | None = None
         self._own_ladder: dict[str, Any] | None = None
         self._mps_control: str | None = None
         self._killing = asyncio.Lock()
@@ -162,7 +163,7 @@ class RolloutEngine:
             EngineError: It died or was not ready in time; nothing of it is left.
         """
         engine = self.config.engine
-        self._size = size
+        self.size = size
         self.restarts.started(time.monotonic())
         require_files(engine)
         lift_what_is_left()  # the one before may be dying, with its memory and on its port
@@ -254,7 +255,7 @@ class RolloutEngine:
 
     def planned(self, size: EngineSize | None) -> ProcSpec:
         """What :meth:`start` would start, with no token yet."""
-        self._size = size
+        self.size = size
         return self._spec()
 
     def _spec(self) -> ProcSpec:
@@ -273,7 +274,7 @@ class RolloutEngine:
                 "--enable-scale-out",
                 *("--weight-transfer-config", json.dumps({"backend": "rose"}, separators=(",", ":"))),
                 *("--logprobs-mode", "processed_logprobs"),
-                *derived_args(engine, self._size),
+                *derived_args(engine, self.size),
                 *engine.args,
             ),
             env={

@@ -148,6 +148,19 @@ class Node:
             total_pages=lease.total_pages, compute_only=compute_only, max_lend_pages=self.max_lend_pages
         )
 
+    def outgrown(self) -> str | None:
+        """Why an engine that was started beside another production is too small for this one; None: it is not.
+
+        Too large does not matter: addresses that nothing is lent behind cost nothing.
+        """
+        size, lease = self.engine.size, self.device.lease
+        if size is None or lease is None or lease.phase != Phase.READY or says_kv_size(self.config.engine):
+            return None
+        pages, made_for = self.could_lend_pages or 0, size.kv_bytes // PAGE_BYTES
+        if pages <= made_for or not self.device.serving_alive():
+            return None
+        return f"its KV memory is of {made_for} pages, and production could lend {pages} now"
+
     def engine_size(self) -> EngineSize | None:
         """What the engine may take beside production; None on a dedicated device.
 

@@ -18,6 +18,7 @@ from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, NodeState, Phase, RankState
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.compat import Support
+from rose.policy.lending_events import ALL_PAGES
 from rose.proc import Child
 from rose.units import PAGE_BYTES
 from tests.coserve.conftest import BY_DEFAULT, TOTAL_PAGES, Device, alive, lent, ready, stop_sentinel, until
@@ -69,6 +70,25 @@ async def test_an_engine_that_shares_compute_only_waits_until_somebody_says_what
     await ready(device, agent)
     argv = device.report()["argv"]
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(7 * PAGE_BYTES)
+
+
+async def test_an_engine_that_production_has_outgrown_is_started_anew(device: Device) -> None:
+    """Its cache was made for the budget of a production that shares compute only; the next one could lend all that it has."""
+    production = device.produce()
+    production.support = Support.COMPUTE_ONLY
+    agent = device.agent(lending={"max_lend_pages": 7})
+    await ready(device, agent)
+    production.support = Support.ELASTIC
+    agent.change(max_lend_pages=ALL_PAGES)
+    await until(lambda: agent.engine.num_starts == 2)
+    await ready(device, agent)
+    argv = device.report()["argv"]
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(TOTAL_PAGES * PAGE_BYTES)
+
+    production.support = Support.COMPUTE_ONLY  # addresses that nothing is lent behind cost nothing
+    agent.change(max_lend_pages=7)
+    await until(lambda: agent.could_lend_pages == 7)
+    assert agent.outgrown() is None
 
 
 async def test_a_policy_that_does_not_fit_beside_production_is_not_started(
