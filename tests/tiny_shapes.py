@@ -110,7 +110,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_local_experts=2,
     ),
     "mla": _shape(
-        "DeepseekV2ForCausalLM", "deepseek_v2", **_LATENT, first_k_dense_replace=2, topk_method="greedy"
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        **_LATENT,
+        first_k_dense_replace=2,
+        topk_method="greedy",
+        tie_word_embeddings=False,  # as "gpt_oss"
     ),
     # One layer, and one that drafts: a block of the two is as large as two of "mla".
     "mtp": _shape(
