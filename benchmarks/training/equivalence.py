@@ -199,7 +199,8 @@ def collect(
     logs: Path,
 ) -> dict[str, Any]:
     """Play what is missing of a level; the policy that plays."""
-    from benchmarks.training.equivalence_play import LAKES, PartOfRun, play
+    from benchmarks.training.equivalence_play import LAKES, PartOfRun, play_part
+    from benchmarks.training.fleets import Fleet
     from benchmarks.training.frozen_policies import find_policy
 
     def told(text: str) -> None:
@@ -240,8 +241,9 @@ def collect(
                 "job": {"num_groups": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
             }
         )
-        missing = PartOfRun(fleet=fleet, policy=policy.folder, num_steps=num_steps - done, switch_s=SWITCH_S)
-        play(config, missing, sink, lambda text, fleet=fleet: told(f"{fleet}: {text}"))
+        engines = Fleet(name=fleet, policy=policy.folder, switch_s=SWITCH_S)
+        missing = PartOfRun(fleet=engines, num_steps=num_steps - done)
+        play_part(config, missing, sink, lambda text, fleet=fleet: told(f"{fleet}: {text}"))
     return {"careless": policy.careless, "success": policy.success, "by_board": policy.by_board}
 
 

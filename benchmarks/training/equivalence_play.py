@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,23 +23,13 @@ import numpy as np
 import torch
 
 from benchmarks.training.equivalence_sums import NUM_ACTIONS, Floats, Group
-from rose.auth import PARTS, Tokens, bearer
-from rose.coserve.node_dir import NodeDir
-from rose.coserve.records import RolloutLease
+from benchmarks.training.fleets import HARVESTED, Fleet, FleetPlan, engine_counts, play
+from rose.auth import Tokens, bearer
 from rose.demo import programs
 from rose.demo.demo_config import DemoConfig
-from rose.demo.models import PRODUCTION, ensure_model
-from rose.demo.preflight import check_facts, gather_facts
-from rose.demo.programs import DemoPlan
 from rose.demo.resumed import lines_of
-from rose.demo.supervisor import ProcessSupervisor, Program
-from rose.demo.workplace import Workplace, default_parent
-from rose.errors import EngineError, LedgerError
-from rose.evaluation.arrivals import generate_arrivals
 from rose.lineage import Version, parse_version
-from rose.node_client import ControlClient
 from rose.policy.staleness import lag
-from rose.shared_memory import SharedMemorySweep
 from rose.testing.toy_recipe import TOY_RECIPE
 from rose.train.batch import TrainingSequence
 from rose.train.build import trainer_params
@@ -62,15 +48,9 @@ from tests.train.local_actors import LocalActor, LocalActors
 
 DIMENSIONS = 1024
 """Of a projected gradient.  Both fleets are projected alike, so that equal means stay equal."""
-HARVESTED = "harvested"
 CATCH_UP_S = 10.0
 COUNTED: Sequence[str] = ("turns", "moved", "migrated", "deep", "stale", "mixed", "versions")
 """Of a group, beside what is judged: turns, trajectories that were marked as stale, turns with tokens of two versions."""
-WORTH_A_CUT = 16
-"""Requests that the harvested engine decodes for at once when harvesting is switched off."""
-LOOK_S = 0.1
-OFF_WAIT_S = 10.0
-"""For all memory to be back."""
 RECLAIM = "reclaim"
 """How the scheduler's events name the end of an attempt whose memory production took back (``rose.policy.turn_life``)."""
 LAKES = FrozenLakeParams(size=6, num_maps=8, max_start_distance=10, seed=0)
@@ -300,133 +280,69 @@ def group_of(
     )
 
 
-class FleetPlan(DemoPlan):
-    """The demo's programs, and a second engine with the first core to itself."""
-
-    def prepare_fleet(self, fleet: str) -> None:
-        self.prepare(generate_arrivals(self.config.shape(), self.config.seed))
-        if fleet == "uncut":
-            (self.root / "second").mkdir(mode=0o700)
-
-    def fleet(self, fleet: str) -> list[Program]:
-        """What is started, in this order.  Each program's file is written here, and the second engine's has the harvested one's name."""
-        production = [self.production()] if fleet == HARVESTED else []
-        others = {HARVESTED: self.harvested, "uncut": self.second}
-        return [
-            *(self.relay(), self.scheduler(), *production, self.dedicated()),
-            *([others[fleet]()] if fleet in others else []),
-        ]
-
-    def second(self) -> Program:
-        # On the harvested engine's port and core, without production.
-        engine = self._engine(HARVESTED, core=self.cores[0])
-        return self._node(HARVESTED, self.root / "second", {"mode": "on", "engine": engine})
-
-    def job(self, num_steps: int) -> TrainConfig:
-        """The asynchronous job whose batches are recorded."""
-        job = self.config.job
-        return TrainConfig.model_validate(
-            {
-                "job": programs.JOB,
-                "seed": self.config.seed,
-                "num_steps": num_steps,
-                "model": self.policy_model,
-                "output_dir": self.train_dir,
-                "scheduler": {"url": self.config.url("scheduler"), "model": programs.POLICY_MODEL},
-                "weights": {"relay_url": self.config.url("relay"), "run_id": programs.RUN_ID},
-                "env": {"kind": "frozenlake_plan", "settings": asdict(LAKES)},
-                "rollout": {
-                    "mode": "asynchronous",
-                    "alpha": 1,
-                    "on_stale": "cancel",
-                    "num_groups": job.num_groups,
-                    "group_size": job.group_size,
-                    "max_tokens": LAKES.size**2,
-                },
-                "trainer": {
-                    **TOY_RECIPE,
-                    "num_epochs": 1,
-                    "minibatch_sequences": job.num_groups * job.group_size,
-                    "entropy_weight": 0.0,
-                    "count_idle": True,
-                    "stream_groups": "off",
-                    "keep_checkpoints": 1,
-                },
-                "log": {"tensorboard": False, "page": False},
-            }
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartOfRun:
-    """What is to be played: a fleet, a policy, and how many steps are missing."""
-
-    fleet: str
-    policy: Path
-    num_steps: int
-    switch_s: float
-    """Of the harvested fleet: harvesting is switched off and on again so often; 0 = never."""
-
-
 Sink = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], None]
 """Given the groups of a step, and what the step tells of itself."""
 
 
-def play(config: DemoConfig, part: PartOfRun, sink: Sink, told: Callable[[str], None]) -> None:
+def job_of(plan: FleetPlan, num_steps: int) -> TrainConfig:
+    """The asynchronous job whose batches are recorded."""
+    job = plan.config.job
+    return TrainConfig.model_validate(
+        {
+            "job": programs.JOB,
+            "seed": plan.config.seed,
+            "num_steps": num_steps,
+            "model": plan.policy_model,
+            "output_dir": plan.train_dir,
+            "scheduler": {"url": plan.config.url("scheduler"), "model": programs.POLICY_MODEL},
+            "weights": {"relay_url": plan.config.url("relay"), "run_id": programs.RUN_ID},
+            "env": {"kind": "frozenlake_plan", "settings": asdict(LAKES)},
+            "rollout": {
+                "mode": "asynchronous",
+                "alpha": 1,
+                "on_stale": "cancel",
+                "num_groups": job.num_groups,
+                "group_size": job.group_size,
+                "max_tokens": LAKES.size**2,
+            },
+            "trainer": {
+                **TOY_RECIPE,
+                "num_epochs": 1,
+                "minibatch_sequences": job.num_groups * job.group_size,
+                "entropy_weight": 0.0,
+                "count_idle": True,
+                "stream_groups": "off",
+                "keep_checkpoints": 1,
+            },
+            "log": {"tensorboard": False, "page": False},
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartOfRun:
+    """What is to be played: a fleet with a frozen policy, and how many steps are missing."""
+
+    fleet: Fleet
+    num_steps: int
+
+
+def play_part(config: DemoConfig, part: PartOfRun, sink: Sink, told: Callable[[str], None]) -> None:
     """Start the fleet, have the loop lease ``num_steps`` batches, and end everything.
 
     Raises:
         ConfigError: This machine cannot run it.
         RoseError: A program or the loop failed; what the sink was given stands.
     """
-    parent = config.run_directory or default_parent()
-    check_facts(gather_facts(config.ports(), parent))
-    cores = config.cores()
-    with SharedMemorySweep(), Workplace(parent) as workplace:
-        Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
-        plan = FleetPlan(
-            config=config, cores=cores, root=workplace.path, logs=config.out / "logs" / part.fleet
-        )
-        plan.production_model, plan.policy_model = ensure_model(PRODUCTION), part.policy
-        asyncio.run(_play(plan, part, sink, told))
 
+    async def lease(plan: FleetPlan, tokens: Tokens) -> None:
+        def told_step(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
+            sink(rows, {**step, **engine_counts(plan)})
 
-async def _play(plan: FleetPlan, part: PartOfRun, sink: Sink, told: Callable[[str], None]) -> None:
-    async with ProcessSupervisor(lambda kind, text: told(f"{kind}: {text}")) as supervisor:
-        plan.prepare_fleet(part.fleet)
-        await supervisor.guarded(_lease(plan, part, supervisor, sink, told))
+        parts = Parts(make_trainer=FrozenTrainer)
+        await record(job_of(plan, part.num_steps), tokens, parts, told_step, told)
 
-
-async def _lease(
-    plan: FleetPlan, part: PartOfRun, supervisor: ProcessSupervisor, sink: Sink, told: Callable[[str], None]
-) -> None:
-    for program in plan.fleet(part.fleet):
-        told(f"{program.spec.name} started in {await supervisor.start(program):.0f} s")
-        if program.spec.name == "production":
-            await supervisor.start(plan.traffic())
-    switching = None
-    if part.fleet == HARVESTED:
-        await _node(plan, supervisor, "on")
-        if part.switch_s:
-            switching = asyncio.create_task(_switch(plan, part.switch_s, plan.config.seed))
-    tokens = Tokens.load(plan.root / programs.TOKEN_FILE, PARTS["train"])
-    config = plan.job(part.num_steps)
-
-    def told_step(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
-        sink(rows, {**step, **_engine_counts(plan)})
-
-    training = record(config, tokens, Parts(make_trainer=FrozenTrainer), told_step, told)
-    working = asyncio.ensure_future(on_core(plan.cores[1], training))
-    both = [working, *([switching] if switching else [])]
-    try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if switching is not None and switching.done():
-            switching.result()
-        await working
-    finally:
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
+    play(config, part.fleet, lease, told)
 
 
 async def record(
@@ -464,83 +380,3 @@ async def record(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await actors.close()
-
-
-def _engine_counts(plan: FleetPlan) -> dict[str, int]:
-    """What the harvested engine itself counts as cut; nothing where there is none."""
-    lease = _lease_of(plan)
-    return {} if lease is None else {"cuts": lease.reclaim_seq, "cut_requests": lease.cut_requests}
-
-
-def _lease_of(plan: FleetPlan) -> RolloutLease | None:
-    try:
-        return NodeDir(plan.node_dir).rollout_lease().read()
-    except (LedgerError, OSError):
-        return None
-
-
-async def _switch(plan: FleetPlan, every_s: float, seed: int) -> None:
-    """Harvesting off and on again, as an operator would, but at moments when there is much to cut: ``every_s`` or up to half as much
-    more after the last time, as soon as the harvested engine decodes for :data:`WORTH_A_CUT` requests at once.
-
-    By the call that `rose node off` makes, without the second in which that program starts: an answer is over by then.
-    """
-    agent = ControlClient(Path(plan.node_dir), Tokens.load(plan.root / programs.TOKEN_FILE, ["node"]))
-    draws = random.Random(seed)
-    while every_s:
-        await asyncio.sleep(every_s * draws.uniform(1.0, 1.5))
-        before = _decoded(plan)
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now = _decoded(plan)
-            if worth_a_cut(before, now):
-                break
-            before = now
-        await asyncio.to_thread(agent.off, OFF_WAIT_S)
-        await asyncio.to_thread(agent.set, mode="on", engine=True)
-
-
-def worth_a_cut(before: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether an engine of so many steps and decoded tokens decodes for :data:`WORTH_A_CUT` requests or more."""
-    steps, tokens = now[0] - before[0], now[1] - before[1]
-    return steps > 0 and tokens >= WORTH_A_CUT * steps  # one that has begun anew has fewer than before
-
-
-def _decoded(plan: FleetPlan) -> tuple[int, int]:
-    """Steps and decoded tokens of the harvested engine, as it tells them itself."""
-    lease = _lease_of(plan)
-    return (0, 0) if lease is None else (lease.steps, lease.decoded)
-
-
-async def _node(plan: FleetPlan, supervisor: ProcessSupervisor, command: str) -> None:
-    program = plan.node_command(command)
-    await supervisor.start(program)
-    if await supervisor.wait_end(program.spec.name, program.timeout_s) != 0:
-        raise EngineError(f"failed: {supervisor.log_tail(program.spec.name)}", field=f"rose node {command}")
-
-
-async def on_core(core: int, work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` in a thread and loop of its own, which stay on that core, and off production's.
-
-    This thread may have all cores meanwhile: it starts programs, now and after a death, and can give none a core that it has not.
-    """
-    there = asyncio.Runner()
-    task = there.get_loop().create_task(work)
-
-    async def waited() -> None:
-        await task
-
-    def run() -> None:
-        os.sched_setaffinity(0, {core})  # of this thread, and of those that it starts
-        with there:
-            there.run(waited())
-
-    with ThreadPoolExecutor(1) as pool:
-        running = asyncio.get_running_loop().run_in_executor(pool, run)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            with suppress(RuntimeError):  # it has ended
-                there.get_loop().call_soon_threadsafe(task.cancel)
-            await asyncio.gather(running, return_exceptions=True)
-            raise

@@ -20,15 +20,14 @@ from benchmarks.training import equivalence
 from benchmarks.training.equivalence_play import (
     COUNTED,
     Ends,
-    FleetPlan,
     FrozenTrainer,
     Sketch,
     group_of,
-    on_core,
+    job_of,
     record,
-    worth_a_cut,
 )
 from benchmarks.training.equivalence_sums import FLEETS, Group
+from benchmarks.training.fleets import FleetPlan, on_core, worth_a_cut
 from rose.demo.demo_config import DemoConfig
 from rose.demo.models import POLICY, ensure_model
 from rose.testing.fake_engine import Fault
@@ -194,7 +193,7 @@ def test_a_frozen_trainer_measures_each_group_and_changes_nothing(tmp_path: Path
     recipe = replace(POLICY, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
     plan = FleetPlan(config=DemoConfig(), cores=(0, 1), root=tmp_path, logs=tmp_path)
     plan.policy_model = ensure_model(recipe, tmp_path)
-    trainer = FrozenTrainer(plan.job(1))
+    trainer = FrozenTrainer(job_of(plan, 1))
     before = [one.detach().clone() for one in trainer.masters]
     batch = [one for trace in random_batch(0) for one in samples_of(trace, vocab_size=320, max_tokens=512)]
     batch = [replace(one, reward=1.0) if one.group_id == "g0" else one for one in batch]
@@ -232,7 +231,7 @@ def test_what_a_loop_is_leased_is_recorded_with_its_cuts(tmp_path: Path) -> None
         # Room for two turns on the first: else, by who is heard of first with a new version, it plays all of them.
         world.nodes[0].kv_budget_tokens = 300
         small = {"num_groups": 2, "group_size": 4}
-        table = plan.job(2).model_dump()
+        table = job_of(plan, 2).model_dump()
         config = TrainConfig.model_validate(
             {
                 **table,
