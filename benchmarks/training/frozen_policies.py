@@ -7,7 +7,7 @@ cache of models, so that a policy is made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,34 @@ def find_policy(
 def sampled_success(folder: Path, lakes: FrozenLakeParams, num_episodes: int) -> tuple[float, ...]:
     """Share of ``num_episodes`` sampled plans that reach the goal, by board."""
     import torch
-    from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
-    from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    boards = [task["map"] for task in LakePlanFamily(lakes).tasks()]
+    return success_on(model, folder, boards, num_episodes=num_episodes, seed=lakes.seed)
+
+
+def success_on(
+    model: Any, folder: Path, boards: Sequence[Any], *, num_episodes: int, seed: int, greedy: bool = False
+) -> tuple[float, ...]:
+    """Share of plans that reach the goal, by board; of ``model``, restricted to moves as an engine would be.
+
+    Args:
+        folder: With its tokenizer.
+        boards: All of one size.
+        greedy: One plan for each board, of the likeliest moves.
+    """
+    import torch
+    from tokenizers import Tokenizer
+    from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    boards: list[Any] = [task["map"] for task in LakePlanFamily(lakes).tasks()]
     moves = torch.tensor([encode(word)[0] for word in ACTIONS])
 
     class MovesAlone(LogitsProcessor):
@@ -91,24 +107,27 @@ def sampled_success(folder: Path, lakes: FrozenLakeParams, num_episodes: int) ->
     prompts_MP = torch.tensor(
         [encode(f"<|user|>{show_map(rows, start_of(rows))}<|end|><|assistant|>") for rows in boards]
     )
-    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    input_ids = prompts_MP.repeat_interleave(num_episodes, 0)
-    torch.manual_seed(lakes.seed)
-    with torch.inference_mode():
+    times = 1 if greedy else num_episodes
+    input_ids = prompts_MP.repeat_interleave(times, 0)
+    was_training = model.training
+    model.eval()
+    with (
+        torch.random.fork_rng([]),
+        torch.inference_mode(),
+    ):  # who else draws here draws as if this had not been
+        torch.manual_seed(seed)
+        sampling = {} if greedy else {"temperature": 1.0, "top_k": 0}
         sampled = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            max_new_tokens=lakes.size**2,
+            do_sample=not greedy,
+            max_new_tokens=len(boards[0]) ** 2,
             logits_processor=LogitsProcessorList([MovesAlone()]),
             pad_token_id=0,
+            **sampling,
         )
+    model.train(was_training)
     number = {int(token): move for move, token in enumerate(moves)}
     plans = [[number[int(token)] for token in row] for row in sampled[:, prompts_MP.shape[1] :]]
-    reached = [follow(boards[index // num_episodes], plan)[1] for index, plan in enumerate(plans)]
-    return tuple(
-        sum(reached[start : start + num_episodes]) / num_episodes
-        for start in range(0, len(reached), num_episodes)
-    )
+    reached = [follow(boards[index // times], plan)[1] for index, plan in enumerate(plans)]
+    return tuple(sum(reached[start : start + times]) / times for start in range(0, len(reached), times))
