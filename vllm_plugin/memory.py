@@ -322,15 +322,12 @@ class Pager:
                 # the balloon, and the next round tries again.  A file that cannot be read may be replaced.
                 if self._trouble != str(error):  # one line, not one in every round
                     self._trouble = str(error)
-                    self._say(error)
+                    if isinstance(error, LedgerError) and not self._served:
+                        # Of an engine before ours, perhaps of another model: ours writes its own soon, and says what is wrong if it cannot.
+                        logger.info("ROSE pager: waits for its engine core's file: %s", error)
+                    else:
+                        logger.error("ROSE pager: %s", error, exc_info=error)
                 time.sleep(HEARTBEAT_S)
-
-    def _say(self, error: Exception) -> None:
-        if isinstance(error, LedgerError) and not self._served:
-            # The file of an engine before ours, perhaps of another model: ours writes its own soon, and says what is wrong if it cannot.
-            logger.info("ROSE pager: waits for its engine core's file: %s", error)
-        else:
-            logger.error("ROSE pager: %s", error, exc_info=error)
 
     def _look(self) -> None:
         """Look at what is wanted, make the memory agree with it, sleep until something changes."""
