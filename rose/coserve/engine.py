@@ -240,7 +240,13 @@ class RolloutEngine:
         memory back would keep the engine from letting go of it.  Like priority inheritance: what holds a
         resource that production waits for runs as production does, for the few milliseconds of a cut.
         """
-        if self._child is None or self.sched != "idle" or on == self._hurried or self.state == "dying":
+        if (
+            self._child is None
+            or not self.running
+            or self.sched != "idle"
+            or on == self._hurried
+            or self.state == "dying"
+        ):
             return
         if self._child.lift(on):
             self._hurried = on

@@ -72,6 +72,20 @@ async def test_an_engine_that_shares_compute_only_waits_until_somebody_says_what
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(7 * PAGE_BYTES)
 
 
+async def test_the_share_of_an_engine_that_has_ended_is_nobodys_trouble(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its cgroup is gone.  Said once an agent's life, the warning would not come again where it is true."""
+    device.produce()
+    agent = device.agent(engine=BY_DEFAULT)
+    await ready(device, agent)
+    agent.engine.hurry(True)
+    await agent.set_engine(False)
+    await until(lambda: not agent.engine.running)
+    agent.engine.hurry(not agent.engine.hurried)
+    assert "cannot be changed" not in caplog.text
+
+
 async def test_an_engine_that_production_has_outgrown_is_started_anew(device: Device) -> None:
     """Its cache was made for the budget of a production that shares compute only; the next one could lend all that it has."""
     production = device.produce()
