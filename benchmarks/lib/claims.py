@@ -68,6 +68,14 @@ CLAIMS = (
         keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0), every=True,
     ),
     Claim(
+        text="faults on real engines at random instants (402 cases on a core each: 20 of each kill, stop and freeze, 3 of each fault of a file): requests of production that failed, wrong answers, cases without all memory back, cases that did not recover without help",
+        benchmark="faults", keys=("production_errors", "wrong_answers", "not_back", "not_recovered"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
+    ),
+    Claim(
+        text="the same: cases whose memory was back later than promised; production's longest silence, median case and longest, and the longest case without a fault",
+        benchmark="faults", keys=("late", "silence_s_faults_median", "silence_s_faults_max", "silence_s_alone_max"), form="{:.2f}", bar=(0, "<=", 0.0), every=True,
+    ),
+    Claim(
         text="50 times on and off beside requests of every kind, production restarted three times while lent: requests that failed, answers that differ from stock vLLM's",
         benchmark="cycles", keys=("errors", "different_from_stock"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
     ),
