@@ -18,6 +18,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from rose.coserve.node_config import EngineConfig, NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.lineage import Lineage, WeightVersion, check_run
+from rose.policy import deadlines
 from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, open_log, require_free_port
@@ -65,7 +67,7 @@ class RolloutEngine:
     Attributes:
         state: ``down``, ``starting``, ``ready``, ``dying`` (until the last process of its tree is gone) or ``failed`` (restarted too
             often).
-        exit_s: The longest that a tree took to be gone after it was killed.
+        exits_s: What the last trees took to be gone after they were killed.
         lineage: Weights that all ranks run; None = unknown.
         size: What it was last started with beside production; None: nothing, or the device is its own.
         weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
@@ -86,7 +88,7 @@ class RolloutEngine:
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
-        self.exit_s = 0.0
+        self.exits_s: deque[float] = deque(maxlen=deadlines.EXITS_REMEMBERED)
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self._child: Child | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
@@ -103,6 +105,11 @@ class RolloutEngine:
         self._sched: Literal["normal", "batch", "idle"] = config.engine.sched or (
             "normal" if config.serving is None else "idle"
         )
+
+    @property
+    def exit_s(self) -> float:
+        """The longest of them; 0 = none was killed."""
+        return max(self.exits_s, default=0.0)
 
     @property
     def version(self) -> str | None:
@@ -412,7 +419,7 @@ class RolloutEngine:
                 try:
                     await asyncio.to_thread(self._child.kill)
                 finally:
-                    self.exit_s = max(self.exit_s, time.monotonic() - begun_s)
+                    self.exits_s.append(time.monotonic() - begun_s)
 
     def _begin_dying(self) -> None:
         """From here until nothing of it is left it has a normal share: the dying need their core to give memory back."""

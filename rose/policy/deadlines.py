@@ -1,7 +1,7 @@
 """How long a rollout engine gets to obey a cut, and to be gone after it was killed: one formula for all who wait.
 
 A cut waits for the step in progress, so its time is twice the longest step that the engine has lately made, and what it takes to
-hear of the cut.  A killed engine is gone when the last process of its tree is: twice the longest exit so far.  Both have
+hear of the cut.  A killed engine is gone when the last process of its tree is: twice the longest of its last exits.  Both have
 bounds, because production waits: beyond them there is no patience, whatever was measured.  A value that the operator
 configured counts instead, as it is.
 
@@ -19,6 +19,8 @@ MIN_BACKSTOP_S, MAX_BACKSTOP_S = 0.5, 30.0
 MARGIN = 2.0
 STEP_WINDOW_S = 300.0
 """A long step is remembered that long."""
+EXITS_REMEMBERED = 8
+"""One that took long, on a machine that had a bad moment, is no promise for ever."""
 
 
 def reclaim_s(step_s: float, configured_s: float | None = None) -> float:
@@ -31,7 +33,7 @@ def reclaim_s(step_s: float, configured_s: float | None = None) -> float:
 
 
 def backstop_s(exit_s: float, configured_s: float | None = None) -> float:
-    """From a kill to usable memory.  ``exit_s``: the longest that a whole tree took to be gone; 0 = none was killed."""
+    """From a kill to usable memory.  ``exit_s``: the longest that a whole tree lately took to be gone; 0 = none was killed."""
     if configured_s is not None:
         return configured_s
     return min(MAX_BACKSTOP_S, max(MIN_BACKSTOP_S, MARGIN * exit_s))

@@ -83,7 +83,7 @@ class RolloutReported:
     step_s: float = 0.0
     """Its longest step lately; 0 = none."""
     exit_s: float = 0.0
-    """The longest that an engine of this device took from its kill until nothing of it was left; 0 = none was killed."""
+    """The longest that an engine of this device lately took from its kill until nothing of it was left; 0 = none was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from rose.coserve.records import Mode, Phase, RankState, RolloutLease, ServingBo
 from rose.coserve.state_file import StateFile
 from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
+from rose.policy.deadlines import EXITS_REMEMBERED
 from rose.units import PAGE_BYTES
 
 
@@ -83,9 +84,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_the_status_says_what_a_cut_may_take_at_the_worst_by_the_longest_kill(bench: Bench) -> None:
     short_s = bench.agent.status()["lending"]["worst_reclaim_s"]
-    bench.agent.engine.exit_s = 2.5
+    bench.agent.engine.exits_s.append(2.5)
     bench.round()
     assert bench.agent.status()["lending"]["worst_reclaim_s"] == pytest.approx(short_s - 0.5 + 2 * 2.5)
+
+
+def test_a_long_kill_is_no_promise_for_ever(bench: Bench) -> None:
+    short_s = bench.agent.status()["lending"]["worst_reclaim_s"]
+    bench.agent.engine.exits_s.extend([2.5, *[0.3] * EXITS_REMEMBERED])
+    bench.round()
+    assert bench.agent.status()["lending"]["worst_reclaim_s"] == pytest.approx(short_s - 0.5 + 2 * 0.3)
 
 
 def test_harvesting_ends_by_itself_after_broken_promises_and_begins_again_by_hand(bench: Bench) -> None:
