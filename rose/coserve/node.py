@@ -20,7 +20,7 @@ from rose.coserve.node_dir import NodeDir, core_dirs
 from rose.coserve.records import Mode, Phase
 from rose.errors import ConfigError
 from rose.policy.compat import Support, row_of_number
-from rose.policy.engine_start import EngineSize, kv_pages, memory_share
+from rose.policy.engine_start import EngineSize, is_outgrown, kv_pages, memory_share
 from rose.policy.lending import Lending
 from rose.policy.watch import Harvestable, SloGuard
 from rose.units import PAGE_BYTES, format_bytes, format_s
@@ -157,7 +157,7 @@ class Node:
         if size is None or lease is None or lease.phase != Phase.READY or says_kv_size(self.config.engine):
             return None
         pages, made_for = self.could_lend_pages or 0, size.kv_bytes // PAGE_BYTES
-        if pages <= made_for or not self.device.serving_alive():
+        if not is_outgrown(pages=pages, made_for=made_for) or not self.device.serving_alive():
             return None
         return f"its KV memory is of {made_for} pages, and production could lend {pages} now"
 

@@ -47,6 +47,15 @@ def kv_pages(*, total_pages: int, compute_only: bool, max_lend_pages: int) -> in
     return max_lend_pages if max_lend_pages < ALL_PAGES else None
 
 
+WORTH_A_START = 1.05
+"""Production sizes its cache anew at each of its starts; a few pages more are not worth an engine's start."""
+
+
+def is_outgrown(*, pages: int, made_for: int) -> bool:
+    """Could so much more be lent than the engine has addresses for that it should be started anew?  Fewer do no harm."""
+    return pages > WORTH_A_START * made_for
+
+
 def memory_share(*, weights_bytes: int | None, device_bytes: int, free_bytes: int) -> float:
     """The part of a GPU that a policy with these weights needs beside its KV memory.
 

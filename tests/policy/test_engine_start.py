@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rose.errors import ConfigError
-from rose.policy.engine_start import Restarts, kv_pages, memory_share
+from rose.policy.engine_start import Restarts, is_outgrown, kv_pages, memory_share
 from rose.policy.lending_events import ALL_PAGES
 
 GIB = 1 << 30
@@ -80,3 +80,11 @@ def test_so_many_starts_within_the_window_and_no_more_until_it_is_over_or_forgiv
     assert not restarts.exhausted(601.0)
     restarts.forgive()
     assert not restarts.exhausted(21.0)
+
+
+@pytest.mark.parametrize(
+    ("pages", "made_for", "outgrown"),
+    [(36, 7, True), (105, 100, False), (106, 100, True), (7, 36, False), (1, 0, True)],
+)
+def test_a_few_pages_more_are_not_worth_a_start(pages: int, made_for: int, outgrown: bool) -> None:
+    assert is_outgrown(pages=pages, made_for=made_for) is outgrown
