@@ -190,8 +190,9 @@ class EngineServer:
         return self._process.pid
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of the tree: API server, engine core, workers."""
-        return session_processes(self.pid)
+        """Every live process of the tree: API server, engine core, workers; none where it does not run (any more)."""
+        process = self._process  # another thread may end it
+        return session_processes(process.pid) if process is not None else []
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return self._http().get(path, **kwargs)
