@@ -51,6 +51,7 @@ from rose.policy.baselines import make_lending
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.lending_policy import LendingPolicy
 from rose.policy.watch import StepFloor
+from rose.proc_share import lift_what_is_left
 from rose.units import NS_PER_S
 from rose.wire.workers import Heartbeat, HeartbeatAnswer
 
@@ -110,6 +111,7 @@ class NodeAgent(Node):
         """Until SIGTERM, SIGINT or :meth:`stop`."""
         self._follows_a_dead = take_over(self)
         self._state = StateFile(self)  # first: it proves that we are the only one
+        lift_what_is_left()
         try:
             await self._run()
         finally:

@@ -37,7 +37,6 @@ from rose.policy import deadlines
 from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, open_log, require_free_port
-from rose.proc_share import lift_what_is_left
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
@@ -173,7 +172,6 @@ class RolloutEngine:
         self.size = size
         self.restarts.started(time.monotonic())
         require_files(engine)
-        lift_what_is_left()  # the one before may be dying, with its memory and on its port
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.lineage = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rose.coserve.records import Phase, ServingBoard, ServingLease
 from rose.node_client import ControlClient
 from rose.policy.compat import Support
 from rose.proc import free_port
+from rose.proc_share import lift_what_is_left
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 TOTAL_PAGES = 20
@@ -227,3 +229,22 @@ async def device(tmp_path: Path) -> AsyncIterator[Device]:
     device = Device(tmp_path)
     yield device
     await device.close()
+
+
+@pytest.fixture
+def left_group() -> Iterator[Path]:
+    """The cgroup of a supervisor that is dead, with a process in it that is not; skips where this machine gives none."""
+    made = subprocess.run(
+        [sys.executable, "-c", "from rose.proc_share import idle_share; print(idle_share().directory or '')"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    if not made:
+        pytest.skip("this machine gives no cgroup of the idle class")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            (Path(made) / "cgroup.procs").write_text(str(process.pid))
+            yield Path(made)
+        finally:
+            process.kill()
+    lift_what_is_left()
+    assert not Path(made).exists()

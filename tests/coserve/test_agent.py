@@ -72,6 +72,14 @@ async def test_an_engine_that_shares_compute_only_waits_until_somebody_says_what
     assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(7 * PAGE_BYTES)
 
 
+async def test_an_agent_lifts_what_a_killed_one_left_though_it_wants_no_engine(
+    device: Device, left_group: Path
+) -> None:
+    device.produce()
+    device.agent(mode="off")
+    await until(lambda: (left_group / "cpu.idle").read_text().strip() == "0")
+
+
 async def test_the_share_of_an_engine_that_has_ended_is_nobodys_trouble(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
