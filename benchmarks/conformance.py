@@ -243,6 +243,14 @@ class Matrix:
                 with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=args) as stock:
                     try:
                         ask(stock.url, str(model), cell, 0)
+                    except httpx.HTTPStatusError as refused:  # 500: its log says more
+                        log = stock.log_path.read_text(errors="replace")
+                        said = (
+                            last_error(log)
+                            if refused.response.is_server_error
+                            else refused.response.text[:300]
+                        )
+                        return "vLLM does not answer", said
                     except httpx.HTTPError:
                         return "vLLM does not answer", last_error(stock.log_path.read_text(errors="replace"))
             except EngineStartError as failed:
@@ -427,8 +435,8 @@ def embedded(shape: str, number: int) -> str:
 
 def last_error(log: str) -> str:
     """What a server's log says last of why it ended, or why it did not answer."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    named = re.findall(r"\b(?:\w*Error|error): .*\S", log)
+    lines = [line.strip() for line in log.splitlines() if line.strip() and " WARNING " not in line]
+    named = re.findall(r"\b(?:\w*Error|error): .*\S", "\n".join(lines))
     return (named or lines or [""])[-1][:300]
 
 
