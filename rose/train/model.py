@@ -287,17 +287,27 @@ def _check_output_layer(policy: Any, model_path: Path, device: torch.device) -> 
     than the engines sample from.  All ranks.
 
     Raises:
-        ConfigError: ``model_path`` is of such a family.
+        ConfigError: ``model_path`` is of such a family, or computes something else each time.
     """
     model: Any = policy.model
     ids_BT = torch.arange(2, 6, device=device).unsqueeze(0) % model.config.vocab_size
     ours_NV, whole_NV = policy(ids_BT)
-    if not torch.allclose(ours_NV, whole_NV, rtol=1e-3, atol=1e-3 * float(whole_NV.abs().max())):
+    if model.training and not _alike(ours_NV, policy(ids_BT)[0]):
+        raise ConfigError(
+            f"{model_path} ({model.config.model_type}) draws at random in training mode, which ROSE cannot switch off",
+            field="trainer.activation_checkpointing",
+            fix="leave it out",
+        )
+    if not _alike(ours_NV, whole_NV):
         raise ConfigError(
             f"{model_path} ({model.config.model_type}) scales or caps its logits, which ROSE's trainer does not",
             field="model",
             fix="train a model of another family, or bring your own trainer (rose.train.workers.Parts)",
         )
+
+
+def _alike(ours_NV: Tensor, others_NV: Tensor) -> bool:
+    return torch.allclose(ours_NV, others_NV, rtol=1e-3, atol=1e-3 * float(others_NV.abs().max()))
 
 
 def whole_of(tensor: Any) -> Tensor:
@@ -347,9 +357,10 @@ def shard(root: Any, model: Any, device: torch.device) -> Any:
 
 
 def _silence_dropout(model: Any) -> None:
-    module: Any
+    """Families keep what they draw with under many names: in modules of torch's (``p``), in numbers of their own, and in the configuration alone."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            setattr(module, "p", 0.0)  # noqa: B010 - the stubs know no such attribute once narrowed
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+        is_torchs = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if isinstance(value, float) and (is_torchs or "drop" in name or "jitter" in name):
+                    setattr(holder, name, 0.0)
