@@ -4,7 +4,7 @@ A *reward function* is ``async (task, messages, info) -> float``.  Known by name
 
 - ``exact_match``: 1 where the last line of the agent's last message equals ``task["answer"]``, else 0;
 - ``endpoint``: ``POST {task, messages, info}`` to ``settings.url``, which answers ``{"reward": x}``;
-- ``module:function``: your own, importable where the workers run.
+- ``module:function``: your own, importable where the workers run; it takes no ``settings``.
 
 :class:`RewardPool` shares the work among workers, one request each at a time.  It grows while requests wait, up to
 ``max_workers``, and shrinks to ``min_workers`` when they are idle.  A worker that dies or hangs is replaced and its
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import math
 import time
@@ -172,7 +173,7 @@ def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
     """Build a reward function from configuration.
 
     Raises:
-        ConfigError: Unknown kind, or settings that it does not take.
+        ConfigError: Unknown kind, a function that is no reward function, or settings that it does not take.
     """
     factory: Any = REWARDS.get(kind)
     if factory is None and ":" in kind:
@@ -181,7 +182,7 @@ def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
             function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"{kind} cannot be imported: {error}", field="reward.kind") from error
-        return function
+        return _own(kind, function, settings)
     if factory is None:
         known = [*sorted(REWARDS), "module:function"]
         raise ConfigError(f"unknown reward '{kind}'", field="reward.kind", fix=f"one of {known}")
@@ -189,6 +190,23 @@ def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
         return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"{error}", field="reward.settings") from error
+
+
+def _own(kind: str, function: Any, settings: Mapping[str, Any]) -> RewardFunction:
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    try:
+        inspect.signature(function).bind({}, [], {})
+    except (TypeError, ValueError):
+        is_async = False
+    if isinstance(function, type) or not is_async:
+        raise ConfigError(f"{kind} is not async (task, messages, info) -> float", field="reward.kind")
+    if settings:
+        raise ConfigError(
+            f"{kind} takes none",
+            field="reward.settings",
+            fix="say in the function itself what it needs to know",
+        )
+    return function
 
 
 def exact_match() -> RewardFunction:

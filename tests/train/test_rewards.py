@@ -121,6 +121,10 @@ async def test_exact_match_reads_the_last_line_of_the_last_message() -> None:
         await worker.score({}, messages, {})
 
 
+async def one_argument_reward(task: Any) -> float:
+    return 1.0
+
+
 async def nan_reward(task: Any, messages: Any, info: Any) -> float:
     return float("nan")
 
@@ -212,6 +216,11 @@ def test_unknown_rewards_and_settings_are_named() -> None:
         ("exact_match", {"strict": True}, "strict"),
         ("endpoint", {"url": "file:///etc/passwd"}, "must be http"),
         ("nowhere:function", {}, "cannot be imported"),
+        (f"{__name__}:nan_reward", {"scale": 2.0}, r"reward\.settings: .*nan_reward takes none"),
+        (f"{__name__}:FINAL", {}, r"reward\.kind: .*FINAL is not async \(task, messages, info\)"),
+        (f"{__name__}:pool_of", {}, r"pool_of is not async"),
+        (f"{__name__}:one_argument_reward", {}, "one_argument_reward is not async"),
+        (f"{__name__}:Fake", {}, "Fake is not async"),
     ]:
         with pytest.raises(ConfigError, match=match):
             make_reward(kind, settings)
