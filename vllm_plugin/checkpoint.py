@@ -1,4 +1,4 @@
-"""The safetensors files that a model was loaded from: which tensors they have, and whether the model holds their values."""
+"""Whether a model holds the values of the safetensors files that it was loaded from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rose.errors import WeightsError
-from rose.weights.spec import TensorSpec
+from rose.weights.folder import checkpoint_files
 from vllm_plugin.plan import INTEGER_OF, ShardPlan, digest_of
 
 DTYPES = {
@@ -35,30 +34,6 @@ DTYPES = {
 """torch's element type by the name that safetensors has for it."""
 
 
-def checkpoint_tensors(folder: Path | str) -> list[TensorSpec]:
-    """Names, shapes and types in the safetensors files of a checkpoint folder; reads headers only.
-
-    Raises:
-        WeightsError: No such files, an unreadable header, a name twice, or a type we do not know.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, TensorSpec] = {}
-    for path in _checkpoint_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    part = file.get_slice(name)
-                    if name in found:
-                        raise WeightsError(f"{path.name}: occurs in two files", field=name)
-                    if part.get_dtype() not in DTYPES:
-                        raise WeightsError(f"{path.name}: element type {part.get_dtype()}", field=name)
-                    found[name] = TensorSpec(name, part.get_dtype(), tuple(part.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} cannot be read: {error}", field="model") from error
-    return list(found.values())
-
-
 def check_contents(plan: ShardPlan, folder: Path | str) -> ShardPlan:
     """Compare the model's memory with the checkpoint it came from, bit by bit; what differs becomes ``fallback``.
 
@@ -67,7 +42,7 @@ def check_contents(plan: ShardPlan, folder: Path | str) -> ShardPlan:
     from safetensors import safe_open
 
     fallback, boxes = dict(plan.fallback), dict(plan.boxes)
-    for path in _checkpoint_files(folder):
+    for path in checkpoint_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if not boxes.get(name):
@@ -81,12 +56,3 @@ def check_contents(plan: ShardPlan, folder: Path | str) -> ShardPlan:
                         boxes[name] = ()
                         break
     return replace(plan, boxes=boxes, fallback=fallback, digest=digest_of(list(plan.tensors.values()), boxes))
-
-
-def _checkpoint_files(folder: Path | str) -> list[Path]:
-    paths = sorted(Path(folder).glob("*.safetensors"))
-    # Mistral checkpoints ship the same tensors once more under other names.
-    paths = [path for path in paths if not path.name.startswith("consolidated")]
-    if not paths:
-        raise WeightsError(f"{folder} holds no .safetensors file", field="model")
-    return paths

@@ -32,8 +32,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from rose.errors import ConfigError, RoseError, WeightsError
 from rose.lineage import Lineage, WeightVersion
+from rose.weights.folder import checkpoint_tensors
 from rose.wire.errors import error_data
-from vllm_plugin.checkpoint import check_contents, checkpoint_tensors
+from vllm_plugin.checkpoint import check_contents
 from vllm_plugin.plan import NO_CHECKPOINT
 from vllm_plugin.plan_recorder import record
 from vllm_plugin.rank_weights import RankWeights

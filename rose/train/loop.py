@@ -43,6 +43,7 @@ from rose.train.env_manager import family_of
 from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
 from rose.train.metrics import records_of
+from rose.train.model_folder import check_type
 from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import RolloutReport, single_token_ids
@@ -92,7 +93,7 @@ def run_training(
         TrainError: The run cannot go on.
         RoseError: Scheduler or relay refuse.
     """
-    check_job(config)
+    check_job(config, parts)
     loan = DeviceLoan(config.lend, tokens)
     loan.check()
     loan.close()
@@ -103,8 +104,8 @@ def run_training(
         return asyncio.run(_until_signal(train_with(Actors(config, tokens, parts), report, watch_s=watch_s)))
 
 
-def check_job(config: TrainConfig) -> None:
-    """Find what is wrong with a job without starting anything."""
+def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
+    """Find what is wrong with a job without starting anything; what is said of our trainer or publisher, not where ``parts`` has another."""
     if config.lend.node_dir is not None and config.rollout.mode != "synchronous":
         raise ConfigError(
             "is for synchronous runs: the trainer of another hardly waits, and lending its device there has not been tried",
@@ -125,6 +126,8 @@ def check_job(config: TrainConfig) -> None:
         raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
+    if parts is None or parts.make_publisher is None:
+        check_type(config.model, config.trainer.policy_dtype)
     named = {task.name for task in config.tasks if task.max_tokens is not None}
     for task in config.all_tasks:
         family = family_of(task)

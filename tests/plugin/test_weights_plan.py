@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.errors import WeightsError
+from rose.weights.folder import checkpoint_tensors
 from tests.plugin.weights_kit import TinyLlama, memory_of, same_memory, specs_of
 from tests.tiny_model import write_weights
-from vllm_plugin.checkpoint import check_contents, checkpoint_tensors
+from vllm_plugin.checkpoint import check_contents
 from vllm_plugin.cover import cover, span_of
 from vllm_plugin.plan import BoxMap, ShardPlan
 from vllm_plugin.plan_recorder import record

@@ -1,0 +1,41 @@
+"""What a job's model folder says in the headers of its safetensors files: whether engines that hold it can take what is trained.  No weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from rose.errors import ConfigError
+from rose.weights.folder import checkpoint_files, checkpoint_tensors
+from rose.weights.spec import TensorSpec
+
+WIRE_TYPE = {"bfloat16": "BF16", "float32": "F32"}
+"""Safetensors' name of each ``policy_dtype``."""
+
+
+def check_type(folder: Path, policy_dtype: str) -> None:
+    """An engine takes versions in the types of its own checkpoint alone, and versions are in ``policy_dtype``.
+
+    Raises:
+        ConfigError: Most elements in the folder are of another type.
+        WeightsError: A header cannot be read.
+    """
+    elements: Counter[str] = Counter()
+    for tensor in _headers(folder):
+        elements[tensor.dtype] += tensor.num_elements
+    if not elements:
+        return
+    held, wanted = elements.most_common(1)[0][0], WIRE_TYPE[policy_dtype]
+    if held != wanted:
+        other = next((name for name, wire in WIRE_TYPE.items() if wire == held), None)
+        way = f", or trainer.policy_dtype = {other} and engines with --dtype {other}" if other else ""
+        raise ConfigError(
+            f"{folder} is in {held}, and is published in {wanted} (trainer.policy_dtype): its engines would refuse every version",
+            field="model",
+            fix=f"save it in {policy_dtype} first{way}",
+        )
+
+
+def _headers(folder: Path) -> list[TensorSpec]:
+    """Of the folder's safetensors files; of a folder without any, none."""
+    return checkpoint_tensors(folder) if checkpoint_files(folder) else []
