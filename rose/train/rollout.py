@@ -143,7 +143,7 @@ def single_token_ids(model_path: Path, texts: Sequence[str]) -> list[int]:
     """Ids of answers that must be one token each in the model's tokenizer.
 
     Raises:
-        ConfigError: No tokenizer, or an answer that is several tokens.
+        ConfigError: No tokenizer, or an answer that is several tokens, unknown or the same token as another.
     """
     from tokenizers import Tokenizer
 
@@ -151,17 +151,25 @@ def single_token_ids(model_path: Path, texts: Sequence[str]) -> list[int]:
         tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{model_path} has no readable tokenizer.json", field="model") from error
-    ids: list[int] = []
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    texts_by_id: dict[int, str] = {}
     for text in texts:
-        encoded = tokenizer.encode(text, add_special_tokens=False).ids
-        if len(encoded) != 1:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        wrong: str | None = None
+        if len(encoded.ids) != 1:
+            wrong = f"is {len(encoded.ids)} tokens in {model_path}, not one"
+        elif unknown is not None and encoded.tokens == [unknown] and text != unknown:
+            wrong = f"is no token of {model_path}: it is read as {unknown}"
+        elif encoded.ids[0] in texts_by_id:
+            wrong = f"is the same token in {model_path} as '{texts_by_id[encoded.ids[0]]}'"
+        if wrong is not None:
             raise ConfigError(
-                f"'{text}' is {len(encoded)} tokens in {model_path}, not one",
+                f"'{text}' {wrong}",
                 field="model",
                 fix="use a model whose tokenizer has the environment's answers",
             )
-        ids.append(encoded[0])
-    return ids
+        texts_by_id[encoded.ids[0]] = text
+    return list(texts_by_id)
 
 
 class EpisodeRunner:
