@@ -12,7 +12,7 @@ An adapter's checkpoint holds the adapter alone: it is of the model folder that 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,9 @@ def inject(model: Any, params: LoraParams) -> None:
     """Put adapters into ``model``, in place; nothing else of it is trained from now on.
 
     Raises:
-        ConfigError: PEFT is not installed, or a target is in no layer.
+        ConfigError: PEFT is not installed, or a target is in no layer, or in one that cannot have an adapter.
     """
-    config = _config(params)
+    config = _config(params, layers_of(model, params.targets))
     try:
         from peft import inject_adapter_in_model
 
@@ -60,7 +60,45 @@ def inject(model: Any, params: LoraParams) -> None:
         tensor.requires_grad_(".lora_" in name)
 
 
-def _config(params: LoraParams) -> Any:
+def layers_of(model: Any, targets: Sequence[str] = ()) -> list[str]:
+    """Names of the linear layers that get adapters.
+
+    Not the output layer: log-probs are taken from its weight without it.  Not fused experts, embeddings and transposed layers either: what is merged
+    is ``W + B @ A`` of a matrix ``W`` that is applied as ``x @ W.T``.
+
+    Raises:
+        ConfigError: A target names no layer, or one of those; or there is none.
+    """
+    output = model.get_output_embeddings()
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear) and module is not output
+    ]
+    for target in targets:
+        named = [name for name in modules if _is_called(name, target)]
+        if not named:
+            raise ConfigError(f"no layer is called '{target}'", field="trainer.lora.targets")
+        if others := [name for name in named if name not in linear]:
+            kind = "the output layer" if modules[others[0]] is output else type(modules[others[0]]).__name__
+            raise ConfigError(
+                f"'{target}' is {others[0]}, which is {kind}: only linear layers, but for the output layer, can have an adapter",
+                field="trainer.lora.targets",
+            )
+    found = [name for name in linear if not targets or any(_is_called(name, target) for target in targets)]
+    if not found:
+        raise ConfigError(
+            "this model has no linear layers that could have an adapter", field="trainer.lora.rank"
+        )
+    return found
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _config(params: LoraParams, layers: Sequence[str]) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -70,7 +108,7 @@ def _config(params: LoraParams) -> Any:
     return LoraConfig(
         r=params.rank,
         lora_alpha=params.alpha,  # pyright: ignore[reportArgumentType] - a float is as good
-        target_modules=list(params.targets) or "all-linear",
+        target_modules=list(layers),
         lora_dropout=0.0,  # proximal and current must be the same function
         task_type="CAUSAL_LM",
     )
@@ -130,7 +168,7 @@ def write_adapter(tensors: Mapping[str, Tensor], params: LoraParams, base: Path,
         TrainError: The disk refused.
     """
     staging = target.with_name(f".{target.name}.writing")
-    config = _config(params)
+    config = _config(params, sorted({name.partition(".lora_")[0] for name in tensors}))
     config.base_model_name_or_path = str(base)
     try:
         shutil.rmtree(staging, ignore_errors=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,9 +39,19 @@ def load_module(model_path: Path) -> Any:
     transformers_logging.disable_progress_bar()
     _check_folder(model_path)
     try:
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{model_path} has no weights for {', '.join(missing[:3])}{more}: they would be random",
+            field="model",
+        )
+    return model
 
 
 def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -142,9 +153,14 @@ def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -
     Raises:
         TrainError: The disk refused.
     """
+    from transformers import GenerationConfig
 
     def write(staging: Path) -> None:
-        copy.deepcopy(module).to(dtype).save_pretrained(staging)
+        ours = copy.deepcopy(module).to(dtype)
+        # The source's own file is taken as it is: the library writes none that it finds fault with, and its faults are not ours.
+        ours.generation_config = GenerationConfig()
+        ours.save_pretrained(staging)
+        (staging / "generation_config.json").unlink(missing_ok=True)
 
     _export(source, target, write)
 

@@ -147,8 +147,8 @@ class PolicyModel(ComputingModel):
             base, adapters = parameters_of(computing)
         """Under the checkpoint's names: fp32 masters, or what adapters are merged to.  What a publisher reads; on several ranks the tensors are sharded."""
         config = computing.config
-        self.vocab_size: int = config.vocab_size
-        self.max_tokens: int = config.max_position_embeddings
+        self.vocab_size = _size_of(config, "vocab_size")
+        self.max_tokens = _size_of(config, "max_position_embeddings")
         self.row_tokens = row_tokens(config, model_path) if packing else None
         """The most tokens of a packed row of several sequences; None = no bound of its own."""
         # No dropout: proximal and current must be the same function.
@@ -354,6 +354,26 @@ def shard(root: Any, model: Any, device: torch.device) -> Any:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _size_of(config: Any, name: str) -> int:
+    """A number of the model's configuration.
+
+    Raises:
+        ConfigError: It has none: a model of another kind than those that are trained here.
+    """
+    found = getattr(config, name, None)
+    if isinstance(found, int):
+        return found
+    if hasattr(config, "text_config"):
+        raise ConfigError(
+            f"{config.model_type} is a model of several modalities",
+            field="model",
+            fix="give the folder of its text model",
+        )
+    raise ConfigError(
+        f"{config.model_type} has no {name}: models without it are not trained here", field="model"
+    )
 
 
 def _silence_dropout(model: Any) -> None:
