@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rose.errors import ConfigError, TrainError
 from rose.train.checkpoint import read_into
+from rose.train.model_folder import check_ranks
 
 FILE_BYTES = 4 * 2**30
 """Of one file of an export: what the first rank holds of a model when it is written by shards."""
@@ -60,11 +61,12 @@ def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     Memory that nobody has written to is not taken from the system.  Buffers are there.
 
     Raises:
-        ConfigError: No model.
+        ConfigError: No model, or a mixture of experts.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_folder(model_path)
+    check_ranks(model_path)
     try:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         with _parameters_on_meta():

@@ -43,7 +43,7 @@ from rose.train.env_manager import family_of
 from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
 from rose.train.metrics import records_of
-from rose.train.model_folder import check_type
+from rose.train.model_folder import check_ranks, check_type
 from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import RolloutReport, single_token_ids
@@ -128,6 +128,8 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
         raise ConfigError(f"{config.model} is not a model folder", field="model")
     if parts is None or parts.make_publisher is None:
         check_type(config.model, config.trainer.policy_dtype)
+    if config.trainer.num_ranks > 1 and (parts is None or parts.make_trainer is None):
+        check_ranks(config.model)
     named = {task.name for task in config.tasks if task.max_tokens is not None}
     for task in config.all_tasks:
         family = family_of(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rose.weights.spec import TensorSpec
 
 WIRE_TYPE = {"bfloat16": "BF16", "float32": "F32"}
 """Safetensors' name of each ``policy_dtype``."""
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 def check_type(folder: Path, policy_dtype: str) -> None:
@@ -33,6 +35,22 @@ def check_type(folder: Path, policy_dtype: str) -> None:
             f"{folder} is in {held}, and is published in {wanted} (trainer.policy_dtype): its engines would refuse every version",
             field="model",
             fix=f"save it in {policy_dtype} first{way}",
+        )
+
+
+def check_ranks(folder: Path) -> None:
+    """Several ranks read and publish tensors under the folder's names; transformers holds all experts of a layer in one.
+
+    Raises:
+        ConfigError: The folder has a tensor for each expert of a mixture.
+        WeightsError: A header cannot be read.
+    """
+    expert = next((tensor.name for tensor in _headers(folder) if _EXPERT.search(tensor.name)), None)
+    if expert is not None:
+        raise ConfigError(
+            f"{folder} is a mixture of experts ({expert}), which several ranks cannot train",
+            field="model",
+            fix="trainer.num_ranks = 1, or bring your own trainer (rose.train.workers.Parts)",
         )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.errors import ConfigError
+from rose.train.loading import empty_modules
 from rose.train.loop import check_job
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
@@ -60,3 +62,27 @@ def test_who_publishes_otherwise_may_hold_any_type(policy_model: Path, tmp_path:
 def test_a_folder_in_the_type_that_is_published_is_taken(policy_model: Path, tmp_path: Path) -> None:
     check_job(job(policy_model))
     check_job(job(saved_in(torch.float32, policy_model, tmp_path / "model"), policy_dtype="float32"))
+
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def saved(family: str, folder: Path, **shape: Any) -> Path:
+    """A tiny model of ``family`` with random weights, as transformers saves it in bfloat16."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SHAPE, **shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_a_mixture_of_experts_is_refused_on_several_ranks(policy_model: Path, tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "model", num_local_experts=2, num_experts_per_tok=1)
+    message = r"model: .*mixture of experts \(model\.layers\.0\..*trainer\.num_ranks = 1"
+    with pytest.raises(ConfigError, match=message):
+        empty_modules(folder, torch.bfloat16)
+    with pytest.raises(ConfigError, match=message):
+        check_job(job(folder, num_ranks=2))
+    check_job(job(policy_model, num_ranks=2))
