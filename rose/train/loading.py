@@ -223,9 +223,9 @@ def _export(source: Path, target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         write(staging)
         for path in source.iterdir():
-            # Tokenizer, chat template, generation settings: all but what the model itself has just written.
+            # Tokenizer, chat template, generation settings: all but what the model itself has just written, and lists of other files of weights.
             beside = path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model")
-            if beside and "safetensors" not in path.name and not (staging / path.name).exists():
+            if beside and ".index." not in path.name and not (staging / path.name).exists():
                 shutil.copy2(path, staging / path.name)
         shutil.rmtree(target, ignore_errors=True)
         staging.rename(target)

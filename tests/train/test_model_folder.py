@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.errors import ConfigError
-from rose.train.loading import empty_modules
+from rose.train.loading import empty_modules, export_module, load_module
 from rose.train.loop import check_job
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
@@ -86,3 +86,13 @@ def test_a_mixture_of_experts_is_refused_on_several_ranks(policy_model: Path, tm
     with pytest.raises(ConfigError, match=message):
         check_job(job(folder, num_ranks=2))
     check_job(job(policy_model, num_ranks=2))
+
+
+def test_an_export_has_no_list_of_files_that_it_does_not_have(policy_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(policy_model, source)
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin.index.fp16.json"):
+        (source / name).write_text("{}")
+    export_module(load_module(policy_model), source, tmp_path / "out", torch.bfloat16)
+    assert not list((tmp_path / "out").glob("*.index.*"))
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
