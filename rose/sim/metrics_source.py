@@ -223,7 +223,8 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
         hit_share=metered.found / metered.queried if metered.queried > 0 else None,
         observed_ms={kind: value * 1e3 for kind, value in p99s.items() if value is not None},
         edges=edges,
-        ended=_total(rates / engines * num * seconds),
+        # With an operator's number, all that came is theirs; else each engine has at any time what one of those there had.
+        ended=_total(rates / engines * (mean if num_engines else num) * seconds),
         engine_s=_total(engines / (mean if num_engines else num) * seconds),
         prompts=prompts,
         outputs=outputs,

@@ -89,7 +89,7 @@ class Task:
             self.scenario.serving, self.start_s, length_s, cells.serving, self.seed, self.load
         )
         if self.prompts != 1.0:
-            most = self.scenario.serving.prompt_max
+            most, _ = self.traffic.longest(self.scenario.serving)
             arrivals.prompt[:] = np.clip(np.rint(arrivals.prompt * self.prompts), 1, most)
         scenario = self.scenario
         if self.system != "rose":  # only production is looked at
@@ -372,8 +372,9 @@ def _make_plan(
 
     # Judgement.
     tasks = [
-        task(system, window, seed + 1 + draw, headroom if system == "rose" else None)
-        for window in WINDOWS
+        # Stretches of flat traffic, or of less than one, would be the same requests with one seed.
+        task(system, window, seed + 1 + number * fresh + draw, headroom if system == "rose" else None)
+        for number, window in enumerate(WINDOWS)
         for draw in range(fresh)
         for system in ("rose", "fixed_async")
     ]

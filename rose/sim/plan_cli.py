@@ -105,6 +105,10 @@ def plan(
     if match and prometheus is None:
         raise ConfigError("is for --prometheus", field="--match")
     config = load_scenario(scenario, [*(DEFAULTS if scenario is None else ()), *(overrides or [])])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}", field="--out") from error
     with Bars(24) as progress:
         bar = progress.add_task("reading", total=1.0)
 

@@ -229,9 +229,9 @@ class CellsSection(Section):
 
     serving: int = Field(default=8, ge=1, le=256)
     dedicated: int = Field(default=2, ge=1, le=256)
-    warm_s: Positive = 60.0
+    warm_s: float = Field(default=60.0, gt=0, le=86_400)
     """Not counted."""
-    seconds: Positive = 180.0
+    seconds: float = Field(default=180.0, gt=0, le=86_400)
     loads: int = Field(default=6, ge=2, le=64)
     """Points between the quietest and the busiest hour."""
     in_flight_per_engine: int = Field(default=12, ge=1, le=256)

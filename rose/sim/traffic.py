@@ -31,6 +31,8 @@ from rose.sim.scenario import ServingSection
 
 MAX_WINDOW_REQUESTS = 200_000
 """Of the few engines that are simulated for some minutes: more is no traffic that such engines could have served."""
+MEASURED_MAX = (131_072, 32_768)
+"""Prompt and output tokens of a request that somebody has really had; more is taken for this."""
 MAX_STARTS = 100_000
 PROFILE_BINS = 288
 """Points of the rate over time, at most: 5 minutes of a day."""
@@ -128,12 +130,19 @@ class Traffic(ABC):
             )
         copies = scale * num_engines / self.num_engines
         at_s, prompt, output = self._draw(start_s, length_s, copies, num_engines, rng)
+        prompt_max, output_max = self.longest(config)
         return Arrivals(
             at_s=at_s,
             engine=rng.integers(0, max(1, num_engines), len(at_s)),
-            prompt=np.clip(prompt, 1, config.prompt_max).astype(np.int64),
-            output=np.clip(output, 1, config.output_max).astype(np.int64),
+            prompt=np.clip(prompt, 1, prompt_max).astype(np.int64),
+            output=np.clip(output, 1, output_max).astype(np.int64),
         )
+
+    def longest(self, config: ServingSection) -> tuple[int, int]:
+        """Prompt and output tokens of a request, at most.  The scenario's are the generator's: a fleet's own requests are as long as they are."""
+        if not self.is_measured:
+            return config.prompt_max, config.output_max
+        return max(MEASURED_MAX[0], config.prompt_max), max(MEASURED_MAX[1], config.output_max)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -456,11 +456,21 @@ def run(*arguments: str) -> Callable[[], object]:
         (("--prometheus", "http://127.0.0.1:1"), "--prometheus: .*no answer"),
         (("--set", "fleet.device=h900"), "--set: fleet.device.*not a known device"),
         (("--scenario", "/none.toml"), "/none.toml.*does not exist"),
+        (("--set", "cells.seconds=1e9"), "cells.seconds"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_option(arguments: tuple[str, ...], match: str) -> None:
     with pytest.raises(RoseError, match=match):
         run(*arguments)()
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_place_that_nothing_can_be_written_to_is_refused_before_anything_is_read(
+    tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out"):
+        run("--trace", str(tmp_path / "none.csv"), "--out", str(tmp_path / out))()
 
 
 def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:

@@ -189,6 +189,17 @@ def test_engines_are_counted_at_each_moment() -> None:
     assert traffic_of(metered(night), 24, SERVING).engine_share()[[0, -1]] == pytest.approx([8 / 12, 16 / 12])
 
 
+def test_what_metrics_counted_is_shared_by_as_many_engines_as_are_named() -> None:
+    """Named engines had become more traffic: four times as many, four times as much."""
+    counted = metered([(at, at + 60.0, 60.0, 1.0) for at in range(0, 7200, 60)])
+
+    one, four = traffic_of(counted, None, SERVING), traffic_of(counted, 4, SERVING)
+
+    assert (one.num_engines, four.num_engines) == (1, 4)
+    assert one.rate(0.0, 7200.0) == pytest.approx(1.0)
+    assert four.rate(0.0, 7200.0) == pytest.approx(0.25)
+
+
 def test_prometheus_gaps_are_cut_out_and_its_engines_change() -> None:
     traffic = ask(stand_in(silent_s=(600, 1200), engines=lambda since_s: 2 if since_s < 1800 else 4), ASKED)
 
@@ -378,6 +389,18 @@ def test_a_trace_s_stretches_are_found_and_keep_their_bursts(tmp_path: Path) -> 
     counts = np.bincount(made["busy"].at_s.astype(int), minlength=60)
     assert counts.max() == pytest.approx(400, rel=0.25)
     assert traffic.knows_engines
+
+
+def test_requests_that_somebody_had_are_as_long_as_they_were(tmp_path: Path) -> None:
+    """The scenario's longest request is the generator's: of a fleet with longer ones it made a quieter one."""
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + "2023-01-01 00:00:00,20000,4000\n2023-01-01 00:10:00,5,5\n")
+
+    made = from_trace(path, 1, SERVING).arrivals(SERVING, 0.0, 600.0, 4, 1)
+
+    assert (made.prompt.max(), made.output.max()) == (20_000, 4_000)
+    longest = generated(4, SERVING).longest(SERVING)
+    assert longest == (SERVING.prompt_max, SERVING.output_max)
 
 
 def test_a_trace_without_engines_gets_as_many_as_make_the_scenario_s_rate(tmp_path: Path) -> None:
