@@ -338,14 +338,25 @@ def _in_dtype(module: Any, dtype: torch.dtype) -> Any:
 
 
 def shard(root: Any, model: Any, device: torch.device) -> Any:
-    """Share the layers of ``model``, and what else there is in ``root``, among all ranks."""
+    """Share the layers of ``model``, and what else there is in ``root``, among all ranks.
+
+    Raises:
+        ConfigError: It keeps its layers under another name than most.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"models of type {model.config.model_type} are not shared among ranks: ROSE does not find their layers",
+            field="trainer.num_ranks",
+            fix="set it to 1, or train a model of another family",
+        )
     # Else bf16 products would be summed in bf16, where every rank beyond the second adds a rounding.
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in model.base_model.layers:
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # Resharding the root too: its parameters are read between a forward and the next.
     fully_shard(root, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

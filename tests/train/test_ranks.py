@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rose.errors import TrainError, WeightsError
+from rose.errors import ConfigError, TrainError, WeightsError
 from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
@@ -256,3 +256,12 @@ def test_gradients_of_bf16_products_are_summed_in_fp32(policy_model: Path, tmp_p
     finally:
         dist.destroy_process_group()
     assert found == {torch.float32}
+
+
+def test_a_model_whose_layers_are_not_found_is_refused_by_name() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"trainer\.num_ranks: models of type gpt2 are not shared"):
+        shard(model, model, torch.device("cpu"))
