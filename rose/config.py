@@ -71,8 +71,13 @@ def validate(cls: type[S], table: Mapping[str, Any]) -> S:
             raise ConfigError("is required", field=name, fix=fix) from None
         given = repr(first.get("input"))
         given = given if len(given) <= 60 else given[:57] + "..."
-        words = first["msg"][:1].lower() + first["msg"][1:]  # a pattern keeps its letters
-        raise ConfigError(f"{words}, got {given}", field=name) from None
+        words = first["msg"].removeprefix("Value error, ")
+        words = words[:1].lower() + words[1:]  # a pattern keeps its letters
+        if isinstance(
+            first.get("input"), Mapping
+        ):  # of a table, whose values may be secret, the words say enough
+            raise ConfigError(words, field=name or None) from None
+        raise ConfigError(f"{words}, got {given}", field=name or None) from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

@@ -170,6 +170,20 @@ def test_a_job_that_cannot_run_is_refused_before_anything_starts(
         check_job(TrainConfig.model_validate(table))
 
 
+def test_of_settings_that_do_not_go_together_the_words_are_told_alone(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'model = "m"\n[weights]\ndirectory = "w"\n[trainer]\nlearning_rate = 1.0\n[env]\nkind = "frozenlake"\n'
+        '[[tasks]]\nname = "a"\nkind = "frozenlake"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, job)
+    assert str(caught.value) == "env.kind is each task's own where there are tasks"
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, EXAMPLE, ["env.reward_range=[1.0, 0.0]"])
+    assert str(caught.value) == "env: reward_range needs low < high, both within 1e9"
+
+
 TASK = {"name": "a", "kind": "frozenlake"}
 
 
