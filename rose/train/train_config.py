@@ -323,6 +323,14 @@ class TrainConfig(Section):
                 raise ValueError(f"{section}.{doubled[0]} is each task's own where there are tasks")
         return self
 
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Self:
+        if self.trainer.warmup_steps > self.num_steps:
+            raise ValueError(
+                f"trainer.warmup_steps ({self.trainer.warmup_steps}) exceeds num_steps ({self.num_steps})"
+            )
+        return self
+
     @property
     def all_tasks(self) -> tuple[JobTask, ...]:
         """Every task with nothing left open; the only one of a job without ``tasks`` has no name."""

@@ -99,6 +99,13 @@ class LoraSettings(Section):
     targets: tuple[str, ...] = ()
     """Last parts of the names of linear layers (``q_proj``).  Empty = all but the output layer."""
 
+    @model_validator(mode="after")
+    def _of_adapters(self) -> Self:
+        if not self.rank and "rank" not in self.model_fields_set:
+            for name in sorted(self.model_fields_set):
+                raise ValueError(f"{name} needs rank above 0, or rank = 0 said outright")
+        return self
+
 
 class TrainerSettings(Section):
     algorithm: Algorithm = "grpo"
@@ -194,6 +201,10 @@ class TrainerSettings(Section):
     def _fine_tuning_has_a_rate(self) -> Self:
         if self.fine_tuning_steps and self.fine_tuning_learning_rate is None:
             raise ValueError("fine_tuning_steps needs fine_tuning_learning_rate")
+        if self.fine_tuning_learning_rate is not None and "fine_tuning_steps" not in self.model_fields_set:
+            raise ValueError(
+                "fine_tuning_learning_rate needs fine_tuning_steps, 0 where there are to be none"
+            )
         return self
 
     @property

@@ -42,6 +42,7 @@ def test_decay_lies_between_warm_up_and_fine_tuning() -> None:
     assert found == [0.5, 1.0, 1.0, 0.5, 1e-6]
 
 
-@pytest.mark.parametrize("warmup_steps", [3, 5])
-def test_a_job_may_be_all_warm_up(warmup_steps: int) -> None:
-    assert rates(3, decay="linear", warmup_steps=warmup_steps)[-1] == 3 / warmup_steps
+def test_a_job_may_be_all_warm_up_and_never_less_than_all() -> None:
+    assert rates(3, decay="linear", warmup_steps=3)[-1] == 1.0
+    with pytest.raises(ValueError, match=r"trainer\.warmup_steps \(5\) exceeds num_steps \(3\)"):
+        rates(3, warmup_steps=5)

@@ -329,3 +329,19 @@ def test_a_job_without_a_learning_rate_is_told_what_is_usual() -> None:
 def test_a_fine_tuning_step_needs_a_rate_of_its_own() -> None:
     with pytest.raises(ConfigError, match="fine_tuning_steps needs fine_tuning_learning_rate"):
         job(fine_tuning_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"fine_tuning_learning_rate": 1e-6}, "fine_tuning_learning_rate needs fine_tuning_steps"),
+        ({"lora": {"alpha": 16.0}}, "alpha needs rank above 0"),
+        ({"lora": {"targets": ["q_proj"]}}, "targets needs rank above 0"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused_unless_it_was_switched_off(
+    trainer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(**trainer)
+    job(fine_tuning_learning_rate=1e-6, fine_tuning_steps=0, lora={"rank": 0, "alpha": 16.0})
