@@ -56,7 +56,11 @@ FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {  # MODEL: the shape's own f
     ),
     "connector": (
         "kv_connector",
-        ('--kv-transfer-config={"kv_connector":"ExampleConnector","kv_role":"kv_both"}',),
+        # By default it keeps all models' caches in one place, by their prompts alone.
+        (
+            '--kv-transfer-config={"kv_connector":"ExampleConnector","kv_role":"kv_both",'
+            '"kv_connector_extra_config":{"shared_storage_path":"MODEL/kv"}}',
+        ),
     ),
     "kv_sharing": ("kv_option", ("--kv-sharing-fast-prefill",)),
     "fp8_weights": ("quantized_weights", ("--quantization=fp8",)),
