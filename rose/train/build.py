@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from glob import escape
 from typing import TYPE_CHECKING, Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.signatures import PublicKeys, SigningKey
+from rose.train.model_folder import WIRE_TYPE, kept_names
 from rose.train.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -103,7 +105,9 @@ def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: in
     from rose.weights.ranks import TorchRanks
 
     # What the engines hold: the same as the trainer computes with.
-    params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
+    dtype = config.trainer.policy_dtype
+    keep = tuple(escape(name) for name in kept_names(config.model, dtype))
+    params = WeightsParams(cast=WIRE_TYPE[dtype], keep=keep)
     ranks = TorchRanks() if config.trainer.num_ranks > 1 else None
     store = weight_store(config, tokens, signs=ranks is None or ranks.rank == 0)
     return WeightPublisher(module, store, config.run_id, attempt, params, ranks=ranks)

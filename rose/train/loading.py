@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rose.errors import ConfigError, TrainError
 from rose.train.checkpoint import read_into
-from rose.train.model_folder import check_ranks
+from rose.train.model_folder import check_ranks, kept_names
 
 FILE_BYTES = 4 * 2**30
 """Of one file of an export: what the first rank holds of a model when it is written by shards."""
@@ -138,19 +138,22 @@ def _empty_master(like: Any, device: torch.device) -> torch.nn.Parameter:
     return torch.nn.Parameter(whole)
 
 
-def frozen_in(module: Any, dtype: torch.dtype) -> None:
-    """Hold ``module`` in ``dtype``, for nobody to train."""
+def frozen_in(module: Any, source: Path, dtype: torch.dtype) -> None:
+    """Hold ``module`` in ``dtype``, for nobody to train; what the folder ``source`` holds in fp32 stays as it is."""
+    kept = _kept_in(module, source, dtype)
     _replace(
         module,
         {
-            name: torch.nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+            name: torch.nn.Parameter(
+                tensor.detach().to(tensor.dtype if name in kept else dtype), requires_grad=False
+            )
             for name, tensor in module.named_parameters()
         },
     )
 
 
 def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write ``module`` to ``target`` so that it is there whole or not at all; replaces what was there.
+    """Write ``module`` to ``target`` so that it is there whole or not at all; replaces what was there.  In ``dtype``, but for what ``source`` holds in fp32.
 
     Raises:
         TrainError: The disk refused.
@@ -158,7 +161,11 @@ def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -
     from transformers import GenerationConfig
 
     def write(staging: Path) -> None:
-        ours = copy.deepcopy(module).to(dtype)
+        ours = copy.deepcopy(module)
+        kept = _kept_in(module, source, dtype)
+        for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+            if tensor.is_floating_point() and name not in kept:
+                tensor.data = tensor.data.to(dtype)
         # The source's own file is taken as it is: the library writes none that it finds fault with, and its faults are not ours.
         ours.generation_config = GenerationConfig()
         ours.save_pretrained(staging)
@@ -176,10 +183,12 @@ def export_shards(module: Any, source: Path, target: Path, dtype: torch.dtype) -
     from transformers import AutoConfig
 
     named = dict(module.named_parameters())
+    kept = _kept_in(module, source, dtype)
+    types = {name: torch.float32 if name in kept else dtype for name in named}
     files: list[list[str]] = [[]]
     size = 0
     for name, tensor in named.items():
-        num_bytes = tensor.numel() * dtype.itemsize
+        num_bytes = tensor.numel() * types[name].itemsize
         if files[-1] and size + num_bytes > FILE_BYTES:
             files.append([])
             size = 0
@@ -189,7 +198,7 @@ def export_shards(module: Any, source: Path, target: Path, dtype: torch.dtype) -
     def wholes(names: list[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name in names:
-            whole = named[name].detach().full_tensor().to(dtype).cpu()
+            whole = named[name].detach().full_tensor().to(types[name]).cpu()
             if dist.get_rank() == 0:
                 found[name] = whole.contiguous()
         return found
@@ -203,7 +212,7 @@ def export_shards(module: Any, source: Path, target: Path, dtype: torch.dtype) -
             save_file(wholes(names), staging / file, metadata={"format": "pt"})
             where |= dict.fromkeys(names, file)
         if len(files) > 1:
-            total = sum(tensor.numel() for tensor in named.values()) * dtype.itemsize
+            total = sum(tensor.numel() * types[name].itemsize for name, tensor in named.items())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (staging / "model.safetensors.index.json").write_text(json.dumps(index))
         config = AutoConfig.from_pretrained(source, local_files_only=True)
@@ -231,6 +240,19 @@ def _export(source: Path, target: Path, write: Callable[[Path], None]) -> None:
         staging.rename(target)
     except OSError as error:
         raise TrainError(f"{target} cannot be written: {error}", field="export") from error
+
+
+def _kept_in(module: Any, source: Path, dtype: torch.dtype) -> set[str]:
+    """Names in ``module`` of what its folder holds in fp32 although it is in ``dtype``."""
+    kept = set(kept_names(source, str(dtype).removeprefix("torch.")))
+    if not kept:
+        return set()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def in_folder(name: str, tensor: Any) -> set[str]:
+        return set(revert_weight_conversion(module, {name: torch.empty(tensor.shape, device="meta")}))
+
+    return {name for name, tensor in module.state_dict().items() if kept & in_folder(name, tensor)}
 
 
 def _check_folder(model_path: Path) -> None:

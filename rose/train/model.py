@@ -164,7 +164,7 @@ class PolicyModel(ComputingModel):
         if lora is not None:
             for (_, whole), tensor in zip(self._named, base.values(), strict=True):
                 local_of(tensor).detach().copy_(local_of(whole.detach()).to(self._policy_dtype))
-            frozen_in(self.module, self._policy_dtype)
+            frozen_in(self.module, model_path, self._policy_dtype)
             self._named = [(name, master_of(tensor, masters_on)) for name, tensor in adapters.items()]
         trained = base if lora is None else adapters
         self.masters: list[Any] = [tensor for _, tensor in self._named]

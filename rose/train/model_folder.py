@@ -22,12 +22,9 @@ def check_type(folder: Path, policy_dtype: str) -> None:
         ConfigError: Most elements in the folder are of another type.
         WeightsError: A header cannot be read.
     """
-    elements: Counter[str] = Counter()
-    for tensor in _headers(folder):
-        elements[tensor.dtype] += tensor.num_elements
-    if not elements:
+    held, wanted = _main_type(_headers(folder)), WIRE_TYPE[policy_dtype]
+    if held is None:
         return
-    held, wanted = elements.most_common(1)[0][0], WIRE_TYPE[policy_dtype]
     if held != wanted:
         other = next((name for name, wire in WIRE_TYPE.items() if wire == held), None)
         way = f", or trainer.policy_dtype = {other} and engines with --dtype {other}" if other else ""
@@ -52,6 +49,26 @@ def check_ranks(folder: Path) -> None:
             field="model",
             fix="trainer.num_ranks = 1, or bring your own trainer (rose.train.workers.Parts)",
         )
+
+
+def kept_names(folder: Path, policy_dtype: str) -> tuple[str, ...]:
+    """Tensors that a folder in bfloat16 holds in fp32 (corrections of routers), and its engines too; none of a folder in fp32.
+
+    Raises:
+        WeightsError: A header cannot be read.
+    """
+    headers = _headers(folder)
+    if WIRE_TYPE[policy_dtype] != "BF16" or _main_type(headers) != "BF16":
+        return ()
+    return tuple(tensor.name for tensor in headers if tensor.dtype == "F32")
+
+
+def _main_type(headers: list[TensorSpec]) -> str | None:
+    """What most elements are of; None: there are none."""
+    elements: Counter[str] = Counter()
+    for tensor in headers:
+        elements[tensor.dtype] += tensor.num_elements
+    return elements.most_common(1)[0][0] if elements else None
 
 
 def _headers(folder: Path) -> list[TensorSpec]:

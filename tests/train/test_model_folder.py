@@ -11,11 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rose.auth import Tokens
 from rose.errors import ConfigError
+from rose.train.build import make_publisher
 from rose.train.loading import empty_modules, export_module, load_module
 from rose.train.loop import check_job
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from rose.weights.folder import checkpoint_tensors
+from rose.weights.spec import DTYPE_BYTES
 from tests.train.file_publisher import file_publisher
 
 
@@ -96,3 +100,47 @@ def test_an_export_has_no_list_of_files_that_it_does_not_have(policy_model: Path
     export_module(load_module(policy_model), source, tmp_path / "out", torch.bfloat16)
     assert not list((tmp_path / "out").glob("*.index.*"))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+MIXTURES = {
+    "glm4_moe": {
+        "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "first_k_dense_replace": 0, "n_shared_experts": 1,
+    },
+    "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Of the second, transformers has other names than the folder."""
+
+
+@pytest.fixture(params=MIXTURES)
+def with_fp32(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder in bfloat16 whose routers' corrections are in float32."""
+    folder = saved(request.param, tmp_path / "model", **MIXTURES[request.param])
+    weights = load_file(folder / "model.safetensors")
+    fine = {name: torch.rand(tensor.shape) for name, tensor in weights.items() if "e_score" in name}
+    assert fine
+    save_file(weights | fine, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_what_the_folder_holds_in_fp32_is_published_in_fp32(with_fp32: Path, tmp_path: Path) -> None:
+    """An engine that holds this folder takes a version with just these types."""
+    table = {
+        "model": with_fp32,
+        "weights": {"directory": tmp_path / "store"},
+        "trainer": {"learning_rate": 1e-3},
+    }
+    config, tokens = TrainConfig.model_validate(table), Tokens.generate()
+    report = make_publisher(config, tokens, load_module(with_fp32), 1).publish(0)
+    held = checkpoint_tensors(with_fp32)
+    assert report.bytes_dense == sum(one.num_elements * DTYPE_BYTES[one.dtype] for one in held)
+
+
+def test_what_the_folder_holds_in_fp32_is_exported_in_fp32(with_fp32: Path, tmp_path: Path) -> None:
+    export_module(load_module(with_fp32), with_fp32, tmp_path / "out", torch.bfloat16)
+    before, after = (load_file(path / "model.safetensors") for path in (with_fp32, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
