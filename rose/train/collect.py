@@ -28,6 +28,7 @@ from rose.errors import RoseError, TrainError
 from rose.lineage import Version, parse_version
 from rose.policy.staleness import worst_lag
 from rose.train.advantages import uninformative_groups
+from rose.train.envs.base import unusable
 from rose.train.metrics import num_sampled
 
 MAX_MALFORMED_FRACTION = 0.5
@@ -218,9 +219,9 @@ def reward_of(trajectory: Mapping[str, Any]) -> float:
     Raises:
         TrainError: Not a finite number.
     """
-    reward = trajectory.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise TrainError(f"reward of trajectory {trajectory.get('id')} is {reward!r:.40}", field="reward")
+    reward: Any = trajectory.get("reward")
+    if (found := unusable(reward)) is not None:
+        raise TrainError(f"reward of trajectory {trajectory.get('id')} is {found}", field="reward")
     return float(reward)
 
 

@@ -221,6 +221,10 @@ def effective_sample_size(weights: Tensor) -> float:
     return float(weights.sum().square() / (weights.square().sum() * weights.numel()))
 
 
+MAX_MISMATCH = 300.0
+"""Nats by which engine and trainer differ from which on their ratio is told as that of as many."""
+
+
 def mismatch(behaviour_N: Tensor, proximal_N: Tensor) -> dict[str, float]:
     """How far engine and trainer are apart on the sampled tokens, when they should be equal.
 
@@ -230,7 +234,7 @@ def mismatch(behaviour_N: Tensor, proximal_N: Tensor) -> dict[str, float]:
     if behaviour_N.numel() == 0:
         return {"mismatch_kl": 0.0, "ratio_p99": 1.0, "logprob_diff_max": 0.0}
     delta = (proximal_N - behaviour_N).double()
-    ratio = delta.exp()
+    ratio = delta.clamp(max=MAX_MISMATCH).exp()  # an infinite one is no JSON, and has no mean
     rank = max(0, min(ratio.numel() - 1, round(0.99 * (ratio.numel() - 1))))
     return {
         "mismatch_kl": float((ratio - 1.0 - delta).mean()),

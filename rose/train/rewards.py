@@ -20,7 +20,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any, Protocol
 
 from rose.auth import bearer
 from rose.errors import ConfigError, TrainError
-from rose.train.envs.base import Message, Observation, Task
+from rose.train.envs.base import Message, Observation, Task, unusable
 from rose.wire.http_client import ask, open_client
 
 RewardFunction = Callable[[Task, Sequence[Message], Mapping[str, Any]], Awaitable[float]]
@@ -73,8 +72,8 @@ class RewardWorker:
             reward = await self._function(task, messages, info)
         except Exception as error:
             raise TrainError(f"{type(error).__name__}: {error}", field="reward") from error
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise TrainError(f"{reward!r:.40} is not a finite number", field="reward")
+        if (found := unusable(reward)) is not None:
+            raise TrainError(f"{found} is not a finite number", field="reward")
         return float(reward)
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
@@ -54,7 +53,7 @@ from rose.errors import (
     Unauthorized,
 )
 from rose.train.client import SchedulerClient, StartedTrajectory
-from rose.train.envs.base import Environment, Family, Message, Observation, Task
+from rose.train.envs.base import Environment, Family, Message, Observation, Task, unusable
 from rose.train.evaluation import EvalEpisode
 from rose.train.plan import GroupPlan
 
@@ -532,8 +531,8 @@ def _failure_of(error: _EpisodeFailed | RequestError) -> _EpisodeFailed:
 
 def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:
     reward, (low, high) = final.reward, reward_range
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise _EpisodeFailed(Cause.REWARD, f"reward {reward!r:.40} is not finite")
+    if (found := unusable(reward)) is not None:
+        raise _EpisodeFailed(Cause.REWARD, f"reward {found} is not finite")
     if not low <= reward <= high:
         raise _EpisodeFailed(Cause.REWARD, f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
     try:

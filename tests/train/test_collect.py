@@ -83,6 +83,7 @@ def test_the_oldest_token_decides() -> None:
     [
         ({"reward": None}, "reward"),
         ({"reward": float("nan")}, "reward"),
+        ({"reward": 10**400}, "reward"),
         ({"id": ""}, "id"),
         ({"group_id": 5}, "group_id"),
     ],

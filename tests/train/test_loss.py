@@ -226,3 +226,9 @@ def test_mismatch_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     assert apart["mismatch_kl"] > 0.0
     assert apart["logprob_diff_max"] == pytest.approx(0.3)
     assert apart["ratio_p99"] == pytest.approx(math.exp(0.3))
+
+
+def test_mismatch_is_a_number_however_far_apart_the_policies_are() -> None:
+    found = mismatch(torch.tensor([-900.0, -1.0]), torch.tensor([-0.5, -1.0]))
+    assert all(map(math.isfinite, found.values()))
+    assert found["logprob_diff_max"] == pytest.approx(899.5)

@@ -121,6 +121,10 @@ async def test_exact_match_reads_the_last_line_of_the_last_message() -> None:
         await worker.score({}, messages, {})
 
 
+async def very_large_reward(task: Any, messages: Any, info: Any) -> float:
+    return 10**5000
+
+
 async def one_argument_reward(task: Any) -> float:
     return 1.0
 
@@ -133,6 +137,8 @@ async def test_a_function_of_ones_own_must_give_a_number() -> None:
     worker = RewardWorker(f"{__name__}:nan_reward", {})
     with pytest.raises(TrainError, match="nan is not a finite number"):
         await worker.score({}, [], {})
+    with pytest.raises(TrainError, match="beyond every float is not a finite number"):
+        await RewardWorker(f"{__name__}:very_large_reward", {}).score({}, [], {})
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ The ones that exist are listed in :mod:`rose.train.envs.registry`, by the names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,6 +37,16 @@ class Observation:
     reward: float = 0.0
     success: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+
+
+def unusable(reward: object) -> str | None:
+    """What it is, in short, where it is no finite number; None where it is one."""
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        return f"{reward!r:.40}"
+    try:
+        return None if math.isfinite(reward) else repr(reward)
+    except OverflowError:
+        return "a whole number beyond every float"
 
 
 class Environment(Protocol):
