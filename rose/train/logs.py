@@ -219,7 +219,9 @@ class MlflowSink:
 MLFLOW_MAX_PARAMETERS, MLFLOW_MAX_CHARS = 100, 500
 """Of one request, and of a value: what every server takes."""
 
-PRIVATE = frozenset({"settings", "url", "relay_url", "mlflow_uri", "token_file", "publish_key"})
+PRIVATE = frozenset(
+    ("settings", "url", "relay_url", "directory", "address", "mlflow_uri", "token_file", "publish_key")
+)
 """Settings that may hold a secret, or say where one is; boards are often other people's."""
 
 

@@ -153,6 +153,8 @@ def test_boards_are_told_every_setting_but_what_may_be_secret(tmp_path: Path) ->
         "reward": {"kind": "endpoint", "settings": {"url": "http://x", "token": "s3cret"}},
         "tasks": [{"name": "maths", "kind": "math_tools", "settings": {"key": "s3cret"}}],
         "env": {},
+        "weights": {"directory": "/mnt/s3cret"},
+        "ray": {"address": "s3cret:6379"},
         "scheduler": {"url": "http://user:s3cret@host:1"},
         "trainer": {"learning_rate": 1e-3, "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}},
     }
