@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from rose.config import Section
+from rose.config import REQUIRED, Section
 from rose.policy.streaming import StepShape, Streamed, chosen
 from rose.train.trainer_settings import TrainerSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 URL = r"^https?://[^\s]+$"
 STORE_URL = r"^[a-z][a-z0-9+.-]*://[^\s]+$"
+PLACES = "weights.relay_url, the relay that engines fetch from, or weights.directory, a folder that all of them see"
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
 """Relative ones are to where the job is started: an actor has a folder of its own."""
 
@@ -55,7 +57,9 @@ class WeightSettings(Section):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.relay_url is None) == (self.directory is None):
+        if self.relay_url is None and self.directory is None:
+            raise PydanticCustomError(REQUIRED, PLACES)
+        if self.relay_url is not None and self.directory is not None:
             raise ValueError("needs exactly one of relay_url and directory")
         return self
 
@@ -295,7 +299,8 @@ class TrainConfig(Section):
     token_file: Path | None = None
     """None = the file named by ``ROSE_TOKEN_FILE``."""
     scheduler: SchedulerSettings = SchedulerSettings()
-    weights: WeightSettings
+    weights: WeightSettings = Field(default_factory=dict, validate_default=True)  # pyright: ignore[reportAssignmentType]
+    """Demands a place."""
     env: EnvSettings = EnvSettings()
     tasks: tuple[TaskSettings, ...] = Field(default=(), max_length=64)
     """Several tasks, mixed by weight; ``env`` then says what they share.  Empty = one task, ``env`` and ``reward``."""

@@ -326,6 +326,14 @@ def test_a_job_without_a_learning_rate_is_told_what_is_usual() -> None:
             validate(TrainConfig, {"model": "m", "weights": {"directory": "w"}} | table)
 
 
+def test_a_job_that_names_no_place_for_its_weights_is_told_which_there_are() -> None:
+    for table in ({}, {"weights": {"signed": False}}):
+        with pytest.raises(
+            ConfigError, match=r"^weights: is required \(weights\.relay_url, .* or weights\.dir"
+        ):
+            validate(TrainConfig, {"model": "m", "trainer": {"learning_rate": 1e-6}} | table)
+
+
 def test_a_fine_tuning_step_needs_a_rate_of_its_own() -> None:
     with pytest.raises(ConfigError, match="fine_tuning_steps needs fine_tuning_learning_rate"):
         job(fine_tuning_steps=3)
