@@ -16,7 +16,7 @@ Which rows of the table a shape and a feature touch is written down below; what 
 
 The doctor is asked what the server was started with; its word, and the row that it names, have to be what the plugin then did.
 
-What vLLM itself does not start, or answer, with the same arguments and without the plugin is named as such.  One engine after the other, about
+What vLLM itself does not start, or answer, or answers differently the second time, with the same arguments and without the plugin is named as such.  One engine after the other, about
 a quarter of a minute each; the result is written after each.
 
     python benchmarks/conformance.py --resume           # goes on behind what out/conformance.json has
@@ -97,6 +97,8 @@ FIXED_PAGES = 8
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 3, 100, 16
 TOLERANCE = 1e-3
 PATIENCE_S = 120.0
+DIFFERENT = {"other tokens than alone", "log-probs differ"}
+"""How :class:`Matrix` says that, before any number."""
 LENDERS = ("serving.board", "serving.chunks", "serving.rank0")
 """Files that production has only if it takes part."""
 IS_OFF = "ROSE is off, serving goes on as without it: "
@@ -229,6 +231,11 @@ class Matrix:
                 await self._explain(model, cell, outcome, error)
             except (TimeoutError, httpx.HTTPError, KeyError) as error:
                 outcome.wrong.append(f"{type(error).__name__}: {str(error)[:500]}")
+            if DIFFERENT & {one.split(" by ")[0] for one in outcome.wrong} and await asyncio.to_thread(
+                differs_by_itself, model, cell
+            ):
+                outcome.why = "stock vLLM answers the same prompt differently the second time"
+                outcome.wrong = [one for one in outcome.wrong if one.split(" by ")[0] not in DIFFERENT]
         outcome.seconds = round(time.monotonic() - began_s, 1)
         return outcome
 
@@ -385,6 +392,20 @@ class Matrix:
         return await asyncio.to_thread(
             lambda: [ask(self.pair.url, str(self.pair.model), cell, one) for one in range(NUM_PROMPTS)]
         )
+
+
+def differs_by_itself(model: Path, cell: Cell) -> bool:
+    """Does stock vLLM answer otherwise when it is asked again?  What its prefix cache holds then may have been computed in other steps."""
+    with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=[*PRODUCTION_ARGS, *cell.args(model)]) as stock:
+        first, again = (
+            [ask(stock.url, str(model), cell, one) for one in range(NUM_PROMPTS)] for _ in range(2)
+        )
+    if [tokens for tokens, _ in first] != [tokens for tokens, _ in again]:
+        return True
+    pairs = zip(first, again, strict=True)
+    return any(
+        abs(a - b) > TOLERANCE for (_, one), (_, other) in pairs for a, b in zip(one, other, strict=True)
+    )
 
 
 def ask(url: str, model: str, cell: Cell, number: int) -> tuple[Any, list[float]]:
