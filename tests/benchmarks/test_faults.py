@@ -154,10 +154,17 @@ def test_the_doctors_word_is_held_against_what_happened(
 ) -> None:
     outcome = conformance.Outcome(name="x", expected=got, got=got, row=row_of_lease)
     rows = [{"row": row_named}, {"row": "tensor_parallel"}] if row_named else []
-    answer = {"support": says, "rows": rows, "problem": problem}
+    answer = {"support": says, "rows": rows, "problem": problem, "notes": []}
 
     assert conformance.against_the_doctor(outcome, answer) == found
     assert (outcome.doctor, outcome.doctor_row) == (says or "", row_named or "")
+
+
+def test_of_a_state_whose_kind_only_the_start_tells_the_doctor_may_say_just_that() -> None:
+    outcome = conformance.Outcome(name="x", expected="refused", got="refused", row="state_kind")
+    answer = {"support": "compute-only", "rows": [], "problem": "", "notes": [conformance.NOT_TOLD]}
+    assert conformance.against_the_doctor(outcome, answer) == []
+    assert conformance.against_the_doctor(outcome, answer | {"notes": []}) != []
 
 
 def test_cases_have_names_of_their_own() -> None:

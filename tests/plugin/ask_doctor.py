@@ -15,6 +15,8 @@ from tests.engine_launcher import BASE_ENV, ROOT, SCRUBBED, EngineServer, run_mo
 
 Question = Mapping[str, Any]
 DOCTOR = "vllm_plugin.doctor"
+NOT_TOLD = "only the engine's start tells the kinds of its KV cache"
+"""Its note where a command line alone does not decide."""
 
 
 def ask(

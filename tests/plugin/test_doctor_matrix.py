@@ -11,12 +11,10 @@ from benchmarks.lib.engine_kinds import FEATURES
 from rose.policy.compat import Support
 from tests.engine_launcher import BASE_ARGS
 from tests.pair.pair import PRODUCTION_ARGS
-from tests.plugin.ask_doctor import ask
+from tests.plugin.ask_doctor import NOT_TOLD, ask
 from tests.tiny_shapes import write_shape
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
-
-NOT_TOLD = "only the engine's start tells the kinds of its KV cache"
 
 
 @pytest.fixture(scope="module")
