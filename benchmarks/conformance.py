@@ -399,7 +399,9 @@ class Matrix:
 
 def differs_by_itself(model: Path, cell: Cell) -> bool:
     """Does stock vLLM answer otherwise when it is asked again?  What its prefix cache holds then may have been computed in other steps."""
-    shutil.rmtree(model / "kv", ignore_errors=True)  # what a connector has kept: the first answers are computed
+    shutil.rmtree(
+        model / "kv", ignore_errors=True
+    )  # what a connector has kept: the first answers are computed
     with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=[*PRODUCTION_ARGS, *cell.args(model)]) as stock:
         first, again = (
             [ask(stock.url, str(model), cell, one) for one in range(NUM_PROMPTS)] for _ in range(2)
