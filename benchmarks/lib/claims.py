@@ -68,6 +68,10 @@ CLAIMS = (
         keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0), every=True,
     ),
     Claim(
+        text="conformance, every shape of model x every feature on real engines: cells, those that are otherwise than the table or the doctor says, and the largest difference of a log-prob beside rollouts",
+        benchmark="conformance", keys=("cells", "wrong", "logprob_diff_max"), form="{:g}", bar=(1, "<=", 0.0), every=True,
+    ),
+    Claim(
         text="faults on real engines at random instants (402 cases on a core each: 20 of each kill, stop and freeze, 3 of each fault of a file): requests of production that failed, wrong answers, cases without all memory back, cases that did not recover without help",
         benchmark="faults", keys=("production_errors", "wrong_answers", "not_back", "not_recovered"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
     ),
