@@ -242,6 +242,7 @@ class NodeAgent(Node):
                 if not ended.done() and (reason := self.outgrown()) is not None:
                     logger.warning("the rollout engine is started anew: %s", reason)
                     await self.engine.stop()
+            ended.result()
         finally:
             ended.cancel()
             await asyncio.gather(ended, return_exceptions=True)
