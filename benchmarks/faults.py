@@ -55,6 +55,7 @@ import psutil  # noqa: E402
 from benchmarks.lib.report import Report, machine, write  # noqa: E402
 from rose.coserve.records import Phase  # noqa: E402
 from rose.evaluation.statistics import percentile  # noqa: E402
+from rose.proc_share import cpu_cgroup  # noqa: E402
 from rose.proc_tree import ProcessHandle  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.pair.load import Answer  # noqa: E402
@@ -363,23 +364,17 @@ class Run:
 
 
 def _look_at(pid: int) -> str:
-    """One process: what it is, its state, and its share of the cores."""
+    """One process: what it is, its state, and its share of the cores; of one that is nearly gone the kernel names the root group."""
     try:
         process = psutil.Process(pid)
-        group = next((line.split(":", 2)[2] for line in _cpu_group(pid)), "")
-        idle = Path("/sys/fs/cgroup/cpu", group.lstrip("/"), "cpu.idle")
-        is_idle = idle.read_text().strip() if idle.exists() else "-"
+        group, is_root = cpu_cgroup(Path("/sys/fs/cgroup"), Path(f"/proc/{pid}/cgroup"))
+        idle = "-" if group is None or is_root else (group / "cpu.idle").read_text().strip()
         return (
-            f"late: {process.name()} {pid} is {process.status()}, class {os.sched_getscheduler(pid)}, cpu.idle {is_idle}, "
+            f"late: {process.name()} {pid} is {process.status()}, class {os.sched_getscheduler(pid)}, cpu.idle {idle}, "
             f"{sum(process.cpu_times()[:2]):.1f} s of CPU"
         )
     except (OSError, psutil.Error) as error:
         return f"late: {pid}: {error!r}"
-
-
-def _cpu_group(pid: int) -> list[str]:
-    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    return [line for line in lines if "cpu" in line.split(":", 2)[1].split(",")]
 
 
 def summarise(done: Sequence[Found]) -> dict[str, Any]:

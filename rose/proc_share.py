@@ -89,7 +89,7 @@ def idle_share(
     autogroup_switch: Path = _AUTOGROUP_SWITCH,
 ) -> IdleShare:
     """The best rung that this process may take here.  The paths are parameters for tests only."""
-    here, is_root_group = _cpu_cgroup(cgroup_root, own_cgroup)
+    here, is_root_group = cpu_cgroup(cgroup_root, own_cgroup)
     if here is not None:
         _sweep(here)
         made = _make_idle_child(here)
@@ -108,13 +108,13 @@ def lift_what_is_left() -> None:
 
     Its guard and its sentinel lift it where they live; they may have been killed with it.
     """
-    here, _ = _cpu_cgroup(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    here, _ = cpu_cgroup(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     if here is not None:
         _sweep(here)
 
 
-def _cpu_cgroup(root: Path, own: Path) -> tuple[Path | None, bool]:
-    """``(directory of our cpu cgroup or None, are we in the root group)``; version 1 or 2."""
+def cpu_cgroup(root: Path, own: Path) -> tuple[Path | None, bool]:
+    """``(directory of a process's cpu cgroup or None, is it the root group)``; version 1 or 2.  ``own``: its ``/proc/PID/cgroup``."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
