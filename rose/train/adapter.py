@@ -6,7 +6,7 @@ same where it counts: only weights whose rounded value has changed travel, and s
 ``W + scaling * B @ A`` rounded as a whole, the trainer computes with the adapter unrounded, so the two differ by up to half a last bit of ``W`` (told as
 ``mismatch_kl``, and corrected as any mismatch).
 
-An adapter's checkpoint holds the adapter alone: it is of the model folder that training began with.
+An adapter's checkpoint holds the adapter alone: it is of the model folder that training began with, and says which that is.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class Checkpoint:
     """Of the last updates: what the step guard holds for usual."""
     rate_factor: float = 1.0
     """The step guard's, of the learning rate."""
+    base: str = ""
+    """Of adapters: which model they were trained on (:func:`rose.train.model_folder.identity_of`).  Empty: not said."""
     path: Path | None = None
     """Where it was loaded from."""
 
@@ -223,6 +225,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "shapes": {name: list(tensor.shape) for name, tensor in checkpoint.weights.items()},
         "grad_norms": checkpoint.grad_norms,
         "rate_factor": checkpoint.rate_factor,
+        "base": checkpoint.base,
     }
 
 
@@ -292,6 +295,7 @@ def load(path: Path) -> Checkpoint:
             shapes={name: tuple(map(int, shape)) for name, shape in described["shapes"].items()},
             grad_norms=_finite(described["grad_norms"]),
             rate_factor=_finite([described.get("rate_factor", 1.0)])[0],
+            base=str(described.get("base", "")),
             path=path,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -38,6 +38,7 @@ from rose.train.loading import (
     sharded_masters,
 )
 from rose.train.logprobs import token_log_probs
+from rose.train.model_folder import identity_of
 from rose.train.packing import check_rows, row_tokens
 
 Dtype = Literal["bfloat16", "float32"]
@@ -128,6 +129,8 @@ class PolicyModel(ComputingModel):
         self._path = model_path
         masters_on = torch.device("cpu") if offload else self.device
         self._lora = lora
+        self.base = "" if lora is None else identity_of(model_path)
+        """What adapters are trained on, as their checkpoints say it."""
         if self.world_size > 1:
             skeleton, computing = empty_modules(model_path, self._compute_dtype)
             if lora is not None:
@@ -225,6 +228,12 @@ class PolicyModel(ComputingModel):
             TrainError: It is of another model, and nothing was changed; or it cannot be read.
         """
         assert checkpoint.path is not None
+        if self.base and checkpoint.base and checkpoint.base != self.base:
+            raise TrainError(
+                f"{checkpoint.path} holds adapters of another base model than {self._path}, whose weights are others",
+                field="model",
+                fix="give the folder that the run began with, or another output_dir to begin anew",
+            )
         for name, tensor in self._named:
             if checkpoint.shapes.get(name) != tuple(tensor.shape):
                 raise TrainError(f"tensor {name} is not the model's", field="checkpoint")

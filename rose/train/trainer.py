@@ -304,6 +304,7 @@ class TorchTrainer:
             shuffle_state=self._shuffle.getstate(),
             grad_norms=self._guard.norms,
             rate_factor=self._guard.rate_factor,
+            base=self._policy.base,
             rng={"torch": torch.get_rng_state().numpy().tobytes()},
             weights=self._policy.weights(),
             optimizer=moments,
@@ -345,7 +346,7 @@ class TorchTrainer:
         """Continue from ``checkpoint``.  All ranks.
 
         Raises:
-            TrainError: The checkpoint is of another model; nothing was changed.
+            TrainError: The checkpoint is of another model, or of adapters of another; nothing was changed.
         """
         self._policy.restore(checkpoint, self._optimizer)
         self.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.adapter import LoraParams
 from rose.train.batch import TrainingSequence, samples_of
@@ -145,6 +146,33 @@ def test_a_checkpoint_of_the_whole_model_is_refused(policy_model: Path, tmp_path
     path = checkpoints.save(whole.capture(attempt=1, version=0, consumed={}), tmp_path)
     with pytest.raises(Exception, match="is not the model's"):
         TorchTrainer(policy_model, PARAMS).restore(checkpoints.load(path))
+
+
+def test_adapters_of_another_base_are_refused_and_the_same_base_is_known_elsewhere(
+    policy_model: Path, tmp_path: Path
+) -> None:
+    """Of the same shapes: nothing else would notice, and what is merged would be a model that nobody trained."""
+    trainer = TorchTrainer(policy_model, PARAMS)
+    trainer.step(samples(5))
+    path = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
+
+    moved = shutil.copytree(policy_model, tmp_path / "moved")
+    TorchTrainer(moved, PARAMS).restore(checkpoints.load(path))
+    weights = load_file(moved / "model.safetensors")
+    save_file(
+        {name: 1.01 * tensor for name, tensor in weights.items()},
+        moved / "model.safetensors",
+        {"format": "pt"},
+    )
+    other = TorchTrainer(moved, PARAMS)
+    before = held(other)
+    with pytest.raises(TrainError, match=r"model: .*step-000001\.1 .* another base .*moved.*output_dir"):
+        other.restore(checkpoints.load(path))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held(other).items())
+
+    older = replace(checkpoints.load(path), base="")  # from before it was recorded
+    other.restore(older)
+    assert other.step_index == 1
 
 
 def test_a_layer_that_is_not_there_is_named(policy_model: Path) -> None:

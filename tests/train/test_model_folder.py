@@ -16,6 +16,7 @@ from rose.errors import ConfigError
 from rose.train.build import make_publisher
 from rose.train.loading import empty_modules, export_module, load_module
 from rose.train.loop import check_job
+from rose.train.model_folder import identity_of
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from rose.weights.folder import checkpoint_tensors
@@ -56,6 +57,26 @@ def test_a_folder_in_another_type_than_what_is_published_is_refused(
     folder = saved_in(dtype, policy_model, tmp_path / "model")
     with pytest.raises(ConfigError, match=message):
         check_job(job(folder, policy_dtype=policy_dtype))
+
+
+def test_a_folder_is_known_by_its_weights_and_by_nothing_else(policy_model: Path, tmp_path: Path) -> None:
+    folder = saved_in(torch.bfloat16, policy_model, tmp_path / "model")
+    known, weights = identity_of(folder), load_file(folder / "model.safetensors")
+    assert known == identity_of(policy_model)
+
+    names = sorted(weights)
+    for file, part in (("model.safetensors", names[::2]), ("more.safetensors", names[1::2])):
+        save_file({name: weights[name] for name in part}, folder / file, {"format": "pt"})
+    (folder / "config.json").write_text("{}")
+    assert identity_of(folder) == known
+
+    (folder / "more.safetensors").unlink()
+    for name in names[:: len(names) // 4]:
+        changed = weights | {name: weights[name] + 1.0}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        assert identity_of(folder) != known, name
+    (folder / "model.safetensors").unlink()
+    assert identity_of(folder) == ""
 
 
 def test_who_publishes_otherwise_may_hold_any_type(policy_model: Path, tmp_path: Path) -> None:
