@@ -43,7 +43,7 @@ from rose.train.env_manager import family_of
 from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
 from rose.train.metrics import records_of
-from rose.train.model_folder import check_ranks, check_type
+from rose.train.model_folder import check_chat_template, check_ranks, check_type
 from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import RolloutReport, single_token_ids
@@ -150,6 +150,7 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
             make_reward(task.reward.kind, task.reward.settings)
         # Also where answers are free text: an engine cannot render for a model without a tokenizer.
         single_token_ids(config.model, family.allowed_texts or ())
+    check_chat_template(config.model)
 
 
 def _check_tail_batching(config: TrainConfig) -> None:

@@ -43,6 +43,33 @@ def check_type(folder: Path, policy_dtype: str) -> None:
         )
 
 
+def check_chat_template(folder: Path) -> None:
+    """Engines render what an environment says with the folder's chat template; base models have none.
+
+    Raises:
+        ConfigError: It has none, or a file that should hold one cannot be read.
+    """
+    # vLLM renders for these with Mistral's own library.
+    if any(folder.glob("tekken.json")) or any(folder.glob("tokenizer.model.v*")):
+        return
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return
+    settings = folder / "tokenizer_config.json"
+    try:
+        told = json.loads(settings.read_text()) if settings.is_file() else {}
+        found = told.get("chat_template")
+        if isinstance(found, list):
+            found = {one["name"]: one["template"] for one in found}.get("default")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{settings} cannot be read: {error}", field="model") from error
+    if not found:
+        raise ConfigError(
+            f"{folder} has no chat template, with which engines render what the environment says",
+            field="model",
+            fix="put chat_template.jinja into it, also where engines are started with one of their own; instruction-tuned models have one",
+        )
+
+
 def check_ranks(folder: Path) -> None:
     """Several ranks read and publish tensors under the folder's names; transformers holds all experts of a layer in one.
 

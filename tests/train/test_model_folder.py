@@ -79,6 +79,32 @@ def test_a_folder_is_known_by_its_weights_and_by_nothing_else(policy_model: Path
     assert identity_of(folder) == ""
 
 
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        ({"tokenizer_config.json": "{}"}, False),
+        ({"tokenizer_config.json": '{"chat_template": ""}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "x"}]}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "x"}]}'}, True),
+        ({"tokenizer_config.json": "{}", "chat_template.jinja": "x"}, True),
+        ({"tokenizer_config.json": "{}", "tekken.json": "{}"}, True),
+    ],
+)
+def test_a_folder_with_which_no_engine_can_render_a_conversation_is_refused(
+    policy_model: Path, tmp_path: Path, files: dict[str, str], taken: bool
+) -> None:
+    """All environments are conversations: every turn would fail, at the engines."""
+    folder = shutil.copytree(policy_model, tmp_path / "model")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    if taken:
+        check_job(job(folder))
+        return
+    with pytest.raises(ConfigError, match=r"model: .*has no chat template.*chat_template\.jinja") as refused:
+        check_job(job(folder))
+    assert refused.value.field == "model"
+
+
 def test_who_publishes_otherwise_may_hold_any_type(policy_model: Path, tmp_path: Path) -> None:
     folder = saved_in(torch.float16, policy_model, tmp_path / "model")
     check_job(job(folder), Parts(make_publisher=file_publisher))
