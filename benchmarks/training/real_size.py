@@ -1,12 +1,13 @@
 """A model of real size takes real steps with our trainer: seconds and memory of each rank.
 
     python benchmarks/training/real_size.py --json FILE                               # Qwen3-0.6B's shape, random weights: 16 GB, many minutes
-    python benchmarks/training/real_size.py --shape tiny --steps 1 --arms 1,2,lora    # to see that it runs
+    python benchmarks/training/real_size.py --shape tiny --steps 1 --arms 1,2,lora,trl    # to see that it runs
     python benchmarks/training/real_size.py --shape 256x4 --steps 7 --arms packing --spread 10 --json FILE    # packed or padded?
 
-Arms: ``1`` and ``2`` ranks that train the whole model, and ``lora``: one rank that trains adapters of rank 16.  Each is a program of its own (one process a rank, gloo, one thread
+Arms: ``1`` and ``2`` ranks that train the whole model; ``lora``: one rank that trains adapters of rank 16; ``trl``: TRL's ``GRPOTrainer`` as one process, which is
+handed the same sequences by its ``rollout_func`` and told to take the same parts, minibatches and precision, with its own measure of entropy and its own loss.  Each is a program of its own (one process a rank, gloo, one thread
 each unless told otherwise), one after the other, on the same folder and the same batch: GRPO groups of sampled tokens with made-up log-probs and rewards, of which half are 1.  What is
-timed is ``TorchTrainer.step``: proximal log-probs, then forward and backward of every minibatch, AdamW, the step guard's measure.
+timed is ``TorchTrainer.step``: proximal log-probs, then forward and backward of every minibatch, AdamW, the step guard's measure; of TRL as many of its updates, the log-probs before them included.
 ``packing`` is one process with three trainers that take each step in turn, the order changed every time: one that pads, one that does the same (A/A), one that packs.  All sequences
 of a batch are one minibatch, in parts of the default size; ``--spread 10`` makes their lengths differ tenfold.  Its seconds are of the processor, not of the clock.
 
@@ -20,6 +21,7 @@ Keys of the other arms: ``seconds`` (a step; median), ``tokens_per_s`` (all toke
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,7 @@ TOY = Shape(
 )  # fmt: skip
 """Small enough for many steps on a CPU."""
 SHAPES: dict[str, Shape] = {shape.name: shape for shape in (SMALL, TOY, TINY)}
-ARMS = {"1": 1, "2": 2, "lora": 1, "packing": 1}
+ARMS = {"1": 1, "2": 2, "lora": 1, "trl": 1, "packing": 1}
 LORA_RANK = 16
 
 
@@ -63,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--shape", choices=sorted(SHAPES), default=SMALL.name)
-    parser.add_argument("--arms", default="1,2,lora", help="comma-separated")
+    parser.add_argument("--arms", default="1,2,lora,trl", help="comma-separated")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--group-size", type=int, default=4)
@@ -175,6 +178,9 @@ def one_rank(args: argparse.Namespace, arm: str) -> None:
     if arm == "packing":
         compare_packing(args, params)
         return
+    if arm == "trl":
+        steps_of_trl(args, params)
+        return
     if arm == "lora":
         params = replace(params, learning_rate=1e-4, lora=LoraParams(rank=LORA_RANK, alpha=2.0 * LORA_RANK))
     trainer = TorchTrainer(args.folder, params)
@@ -188,16 +194,93 @@ def one_rank(args: argparse.Namespace, arm: str) -> None:
         print(json.dumps({"step": step, "seconds": round(time.monotonic() - started_s, 2)}), flush=True)
     if all(torch.equal(old, _local(new)) for old, new in zip(before, masters, strict=False)):
         raise SystemExit("the weights have not moved")
-    print(
-        json.dumps(
-            {
-                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "state_bytes": 4 * 4 * sum(_local(tensor).numel() for tensor in masters),
-            }
-        ),
-        flush=True,
-    )
+    tell_memory(masters)
     os._exit(0)  # gloo's threads may abort an interpreter that ends
+
+
+def tell_memory(masters: Iterable[torch.Tensor]) -> None:
+    told = {
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "state_bytes": 4 * 4 * sum(_local(tensor).numel() for tensor in masters),
+    }
+    print(json.dumps(told), flush=True)
+
+
+def steps_of_trl(args: argparse.Namespace, params: TrainerParams) -> None:
+    """TRL's own trainer on the batches of :func:`made_up`: two sequences at once, a group an update, all groups a step."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # its warning that rollout_func may change
+    import transformers
+    import trl
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    trl_module: Any = trl  # its names are loaded lazily, which types do not say
+    transformers.utils.logging.disable_progress_bar()
+    batches = [made_up(args, SHAPES[args.shape].vocab_size, seed=step) for step in range(args.steps)]
+    clock: dict[str, Any] = {"step": 0, "began_s": 0.0}
+    told = sys.stdout  # TRL writes there too
+
+    def play(prompts: Sequence[Any], _: Any) -> dict[str, list[Any]]:
+        clock["began_s"] = time.monotonic()
+        batch = batches[clock["step"]]
+        if len(prompts) != len(batch):
+            raise SystemExit(f"TRL asks for {len(prompts)} completions where a step has {len(batch)}")
+        return {
+            "prompt_ids": [list(one.token_ids[: one.positions[0]]) for one in batch],
+            "completion_ids": [list(one.token_ids[one.positions[0] :]) for one in batch],
+            "logprobs": [list(one.logprobs) for one in batch],
+            "paid": [one.reward for one in batch],
+        }
+
+    def pay(completions: Sequence[Any], paid: Sequence[float], **_: Any) -> Sequence[float]:
+        return paid
+
+    class Timed(transformers.TrainerCallback):
+        def on_step_end(
+            self, args_: transformers.TrainingArguments, state: Any, control: Any, **_: Any
+        ) -> None:
+            if state.global_step % args.groups == 0:
+                seconds = round(time.monotonic() - clock["began_s"], 2)
+                print(json.dumps({"step": clock["step"], "seconds": seconds}), file=told, flush=True)
+                clock["step"] += 1
+
+    table = InMemoryTable.from_pylist([{"prompt": f"group {one}"} for one in range(args.groups)])
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-real-size-") as folder,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        trainer: Any = trl_module.GRPOTrainer(
+            model=str(args.folder),
+            processing_class=transformers.AutoTokenizer.from_pretrained(args.folder, padding_side="left"),
+            reward_funcs=pay,
+            train_dataset=Dataset(table, fingerprint="rose-made-up"),
+            rollout_func=play,
+            callbacks=[Timed()],
+            args=trl_module.GRPOConfig(
+                output_dir=folder,
+                max_steps=args.steps * args.groups,
+                learning_rate=params.learning_rate,
+                lr_scheduler_type="constant",
+                num_generations=args.group_size,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=args.group_size // 2,
+                steps_per_generation=args.groups * args.group_size // 2,
+                max_completion_length=args.sampled,
+                beta=0.0,
+                gradient_checkpointing=params.activation_checkpointing,
+                model_init_kwargs={"dtype": "float32"},
+                bf16=args.compute == "bfloat16",
+                use_cpu=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+        )
+        before = next(trainer.model.parameters()).detach().clone()
+        trainer.train()
+    if torch.equal(before, next(trainer.model.parameters()).detach()):
+        raise SystemExit("the weights have not moved")
+    tell_memory(trainer.model.parameters())
 
 
 def compare_packing(args: argparse.Namespace, params: TrainerParams) -> None:
