@@ -111,9 +111,25 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Start nothing: say of all that a start needs whether it is there, and every setting.",
+        ),
+    ] = False,
 ) -> None:
-    """Train a policy: environments, rollouts through rose-scheduler, optimiser steps, weight updates."""
-    result = _load("rose.train.cli", "train_main", "train")(config, overrides or [])
+    """Train a policy: environments, rollouts through rose-scheduler, optimiser steps, weight updates.
+
+    The same command again goes on from the last checkpoint in the job's output_dir.
+
+    rose train --config job.toml --check
+
+    says beforehand what would be refused: settings, model folder, tokenizer, chat template, environment, reward, token file, libraries, Ray,
+    and whether scheduler and relay answer; then all settings as they will be in force. Exit code 0, or 2 where something is wrong.
+    """
+    main = "check_main" if check else "train_main"
+    result = _load("rose.train.cli", main, "train")(config, overrides or [])
     raise typer.Exit(result if isinstance(result, int) else 0)
 
 

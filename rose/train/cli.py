@@ -1,4 +1,4 @@
-"""``rose train``: read the job, run it, show each step.  Loads neither torch nor Ray itself.
+"""``rose train``: read the job, run it, show each step; or say what a start would find (:func:`check_main`).  Loads neither torch nor Ray itself.
 
 In a terminal a bar shows the run and, below it, the episodes of the step; elsewhere each step is one line.
 """
@@ -6,6 +6,7 @@ In a terminal a bar shows the run and, below it, the episodes of the step; elsew
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from rose.auth import Tokens
 from rose.config import load_config
+from rose.errors import RoseError
+from rose.train.check import Check, check_writable, checks_of, checks_of_the_start, settings_of, tokens_of
 from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
 
@@ -34,11 +36,7 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
         RoseError: The job cannot start or cannot go on; its text is one line.
     """
     job = load_config(TrainConfig, config, overrides)
-    asks_relay = (job.weights.relay_url or "").startswith(("http://", "https://"))
-    needs = ["environment", "trainer"]
-    needs += ["publish"] if asks_relay else []
-    needs += ["publish_key"] if job.weights.signed else []
-    tokens = Tokens.load(job.token_file, needs, key_file=job.weights.publish_key)
+    tokens = tokens_of(job)
     from rose.train.loop import run_training
 
     console = Console()
@@ -58,6 +56,61 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     if job.log.tensorboard:
         console.print(f"plots: tensorboard --logdir {job.output_dir / 'tensorboard'}")
     return 0
+
+
+def check_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
+    """Say of everything that a start needs whether it is there, and which settings will be in force; starts nothing.  0, or 2 where something is wrong.
+
+    Raises:
+        ConfigError: The file holds no job.
+    """
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    job = load_config(TrainConfig, config, overrides)
+    console.print(f"ok  job: {config} is read")
+    failed: set[str] = set()
+    checks = [
+        *checks_of(job),
+        Check(name="output_dir", look=partial(_output_dir, job)),
+        *checks_of_the_start(job),
+    ]
+    for check in checks:
+        if lacking := [name for name in check.needs if name in failed]:
+            failed.add(check.name)
+            console.print(f"--  {check.name}: was not looked at without {lacking[0]}")
+            continue
+        try:
+            console.print(f"ok  {check.name}: {check.look()}")
+        except Exception as error:  # noqa: BLE001 - the job's own code may raise anything
+            failed.add(check.name)
+            said = str(error) if isinstance(error, RoseError) else f"{type(error).__name__}: {error}"
+            console.print(f"NO  {check.name}: {said}", style="red")
+    console.print("\nsettings in force (of tables named settings: their keys)")
+    for name, value, origin in settings_of(job):
+        console.print(f"{name:<36} {_shown(value):<24} {origin}")
+    console.print("\nnot looked at: the model's weights, room in Ray's cluster, engines, services of rewards")
+    console.print(f"{len(failed)} of {len(checks)} checks failed" if failed else "the job can be started")
+    return 2 if failed else 0
+
+
+def _output_dir(job: TrainConfig) -> str:
+    from rose.train.loop import sole_driver
+
+    directory = job.output_dir
+    check_writable(directory, "output_dir")
+    if (directory / "driver.lock").exists():
+        with sole_driver(directory):
+            pass
+    if not any((directory / "checkpoints").glob("step-*")):
+        return f"{directory}, begins anew"
+    return f"{directory} has checkpoints, and the newest that can be read is gone on from"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Screen:

@@ -34,19 +34,16 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, RunInterrupted, TrainError
-from rose.policy.streaming import refusal_of
 from rose.train.actors import ActorDied, Actors, EvaluationFailed
 from rose.train.async_loop import AsyncLoop
+from rose.train.check import check_job
 from rose.train.cluster import ray_died, ray_for
 from rose.train.device_loan import DeviceLoan
-from rose.train.env_manager import family_of
 from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
 from rose.train.metrics import records_of
-from rose.train.model_folder import check_chat_template, check_ranks, check_type
 from rose.train.plan import GroupPlan, plan_groups, split_plans
-from rose.train.rewards import make_reward
-from rose.train.rollout import RolloutReport, single_token_ids
+from rose.train.rollout import RolloutReport
 from rose.train.tail_rounds import TailRounds
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
@@ -98,93 +95,10 @@ def run_training(
     loan.check()
     loan.close()
     report = progress or (lambda _: None)
-    with _sole_driver(config.output_dir), ray_for(config) as cluster:
+    with sole_driver(config.output_dir), ray_for(config) as cluster:
         if cluster is not None:
             report({"event": "cluster", **asdict(cluster)})
         return asyncio.run(_until_signal(train_with(Actors(config, tokens, parts), report, watch_s=watch_s)))
-
-
-def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
-    """Find what is wrong with a job without starting anything; what is said of our trainer or publisher, not where ``parts`` has another."""
-    if config.lend.node_dir is not None and config.rollout.mode != "synchronous":
-        raise ConfigError(
-            "is for synchronous runs: the trainer of another hardly waits, and lending its device there has not been tried",
-            field="lend.node_dir",
-        )
-    if config.eval.background and config.rollout.mode != "synchronous":
-        raise ConfigError(
-            "is for synchronous runs: in another new versions are published while held-out episodes are played",
-            field="eval.background",
-            fix="leave it out: episodes of training go on during an evaluation there",
-        )
-    if config.rollout.adaptive_alpha.enabled:
-        _check_adaptive_alpha(config)
-    if config.rollout.tail_batching.extra_groups:
-        _check_tail_batching(config)
-    refused = refusal_of(config.streamed, config.step_shape)
-    if refused is not None:
-        raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
-    if not (config.model / "config.json").is_file():
-        raise ConfigError(f"{config.model} is not a model folder", field="model")
-    if parts is None or parts.make_publisher is None:
-        check_type(config.model, config.trainer.policy_dtype)
-    if config.trainer.num_ranks > 1 and (parts is None or parts.make_trainer is None):
-        check_ranks(config.model)
-    named = {task.name for task in config.tasks if task.max_tokens is not None}
-    for task in config.all_tasks:
-        family = family_of(task)
-        field = f"tasks.{task.name}" if task.name else "env"
-        if family.allowed_texts is None and config.rollout.max_tokens is None and task.name not in named:
-            raise ConfigError(
-                "is required where answers are free text, and counts the tokens of one turn",
-                field="rollout.max_tokens",
-                fix="512, say, or max_tokens of the task",
-            )
-        if not family.tasks():
-            raise ConfigError("the environment has no tasks", field=field)
-        evaluates = config.eval.every_steps or config.eval.at_end
-        if evaluates and not family.held_out_tasks(config.eval.num_tasks):
-            fix = "set eval.every_steps = 0 and eval.at_end = false"
-            raise ConfigError("the environment has no held-out tasks", field=field, fix=fix)
-        if task.reward.kind != "environment":
-            make_reward(task.reward.kind, task.reward.settings)
-        # Also where answers are free text: an engine cannot render for a model without a tokenizer.
-        single_token_ids(config.model, family.allowed_texts or ())
-    check_chat_template(config.model)
-
-
-def _check_tail_batching(config: TrainConfig) -> None:
-    field = "rollout.tail_batching.extra_groups"
-    if config.rollout.mode != "synchronous":
-        raise ConfigError(
-            "is for synchronous runs: others do not wait for the longest", field=field, fix="set it to 0"
-        )
-    if config.has_dynamic_sampling:
-        raise ConfigError(
-            "does not go with dynamic sampling, which begins groups until enough of them differ",
-            field=field,
-            fix="set it to 0, or trainer.dynamic_sampling.enabled = false",
-        )
-
-
-def _check_adaptive_alpha(config: TrainConfig) -> None:
-    rollout, adaptive = config.rollout, config.rollout.adaptive_alpha
-    if rollout.mode != "asynchronous":
-        raise ConfigError(
-            "is for asynchronous runs: in others samples are of the present weights",
-            field="rollout.adaptive_alpha",
-        )
-    if rollout.on_stale is None:
-        raise ConfigError(
-            "rollout.adaptive_alpha needs a rule: without one the scheduler keeps to its own bound",
-            field="rollout.on_stale",
-            fix='set it to "cancel", "mask" or "wait"',
-        )
-    if not adaptive.least <= config.alpha <= adaptive.most:
-        raise ConfigError(
-            f"is {config.alpha}, outside rollout.adaptive_alpha ({adaptive.least} to {adaptive.most})",
-            field="rollout.alpha",
-        )
 
 
 async def train_with(actors: Actors, progress: Progress, *, watch_s: float | None = None) -> RunResult:
@@ -458,8 +372,12 @@ async def _until_signal(work: Awaitable[RunResult]) -> RunResult:
 
 
 @contextmanager
-def _sole_driver(directory: Path) -> Iterator[None]:
-    """Two drivers on one folder would open attempts over each other."""
+def sole_driver(directory: Path) -> Iterator[None]:
+    """Two drivers on one folder would open attempts over each other.
+
+    Raises:
+        ConfigError: There is another, or the folder cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "driver.lock").open("a")

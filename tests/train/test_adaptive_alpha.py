@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
+from rose.train.check import check_job
 from rose.train.client import SchedulerClient
-from rose.train.loop import check_job
 from rose.train.train_config import TrainConfig
 from tests.train.local_run import SMALL, assert_applied_once, run
 from tests.train.ray_world import job_table

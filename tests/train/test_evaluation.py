@@ -12,7 +12,7 @@ import pytest
 
 from rose.errors import ConfigError
 from rose.train.actors import Actors
-from rose.train.loop import check_job
+from rose.train.check import check_job
 from rose.train.train_config import TrainConfig
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run

@@ -18,8 +18,9 @@ from rose.config import load_config
 from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
 from rose.train.actors import Actors, answer_of
+from rose.train.check import check_job
 from rose.train.cluster import ray_for
-from rose.train.loop import check_job, run_training
+from rose.train.loop import run_training
 from rose.train.metrics import MetricsFile, trajectory_metrics
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
@@ -113,15 +114,15 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
 
 
 def test_two_drivers_on_one_folder_are_refused(tmp_path: Path, policy_model: Path) -> None:
-    from rose.train.loop import _sole_driver
+    from rose.train.loop import sole_driver
 
     with (
-        _sole_driver(tmp_path),
+        sole_driver(tmp_path),
         pytest.raises(ConfigError, match="another run is at work"),
-        _sole_driver(tmp_path),
+        sole_driver(tmp_path),
     ):
         pass
-    with _sole_driver(tmp_path):  # free again
+    with sole_driver(tmp_path):  # free again
         pass
 
 

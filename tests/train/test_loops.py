@@ -20,10 +20,11 @@ from rose.policy.staleness import lag
 from rose.testing.toy_recipe import UNGUARDED
 from rose.train import checkpoint as checkpoints
 from rose.train.build import make_publisher
+from rose.train.check import check_job
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.device_loan import DeviceLoan
-from rose.train.loop import check_job, train_with
+from rose.train.loop import train_with
 from rose.train.train_config import LendSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
 from tests.coserve.conftest import Device, until

@@ -9,8 +9,8 @@ import pytest
 
 from rose.config import validate
 from rose.errors import ConfigError
+from rose.train.check import check_job
 from rose.train.env_manager import family_of
-from rose.train.loop import check_job
 from rose.train.metrics import prefill_per_decode, trajectory_metrics
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.train_config import TrainConfig

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.train.build import make_publisher
+from rose.train.check import check_job
 from rose.train.loading import empty_modules, export_module, load_module
-from rose.train.loop import check_job
 from rose.train.model_folder import identity_of
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts

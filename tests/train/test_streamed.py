@@ -15,9 +15,9 @@ from rose.errors import ConfigError, TrainError
 from rose.train.advantages import OverlongParams
 from rose.train.batch import Minibatch, TrainingSequence, samples_of
 from rose.train.build import trainer_params
+from rose.train.check import check_job
 from rose.train.client import SchedulerClient
 from rose.train.guard import GuardParams
-from rose.train.loop import check_job
 from rose.train.loss import LossParams
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
-from rose.train.loop import check_job
+from rose.train.check import check_job
 from rose.train.mix import TaskMix
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.tail_rounds import TailRounds

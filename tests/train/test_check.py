@@ -1,0 +1,132 @@
+"""``rose train --check``: of a job that can run it says so, of one that cannot all that is wrong; and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from rose.cli import app
+from rose.config import load_config
+from rose.testing.relay_thread import RelayThread
+from rose.train.check import settings_of
+from rose.train.train_config import TrainConfig
+from rose.weights.file_store import FileStore
+from tests.train.world import running_world
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "job.toml"
+    file.write_text(text)
+    return file
+
+
+def checked(job: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of the command."""
+    done = CliRunner().invoke(app, ["train", "--config", str(job), "--check", *arguments])
+    return done.exit_code, done.output.splitlines()
+
+
+def test_of_a_job_that_can_run_all_is_said_and_nothing_is_started(tmp_path: Path, policy_model: Path) -> None:
+    with (
+        running_world(tmp_path / "world", policy_model, num_engines=0) as world,
+        RelayThread(FileStore(tmp_path / "relay"), world.tokens) as relay,
+    ):
+        world.tokens.save(tmp_path / "tokens.toml")
+        job = written(
+            tmp_path,
+            f'job = "lake"\nmodel = "{policy_model}"\noutput_dir = "{tmp_path / "out"}"\n'
+            f'token_file = "{tmp_path / "tokens.toml"}"\n[scheduler]\nurl = "{world.url}"\n'
+            f'[weights]\nrelay_url = "{relay.url}"\n[trainer]\nlearning_rate = 1e-5\nalgorithm = "dapo"\n'
+            '[ray]\naddress = "local"\n[env]\nsettings = { num_maps = 4, size = 4 }\n',
+        )
+        before = sorted(tmp_path.iterdir())
+        code, lines = checked(job, "--set", "rollout.group_size=8")
+        assert sorted(tmp_path.iterdir()) == before
+    assert code == 0, lines
+    names = [line[4:].partition(":")[0] for line in lines if line.startswith("ok  ")]
+    assert names == [
+        "job", "settings", "model", "tokenizer", "chat template", "environment", "reward", "output_dir",
+        "token file", "libraries", "Ray", "scheduler", "weights",
+    ]  # fmt: skip
+    assert "ok  environment: frozenlake, 4 tasks, 4 answers, each one token" in lines
+    assert f"ok  output_dir: {tmp_path / 'out'}, begins anew" in lines
+    assert f"ok  scheduler: {world.url} takes the trainer's token, and has not heard of lake" in lines
+    assert f"ok  weights: {relay.url} answers, run lake has published nothing" in lines
+    rows = {parts[0]: parts[1:] for line in lines if (parts := line.split())}
+    assert rows["rollout.group_size"] == ["8", "job"]
+    assert rows["trainer.clip_high"] == ["0.28", "dapo"]
+    assert rows["rollout.alpha"] == ["1", "follows"]
+    assert rows["trainer.adam_beta2"] == ["0.95", "default"]
+    assert rows["env.settings"] == ["num_maps,", "size", "job"]
+    assert lines[-1] == "the job can be started"
+
+
+def test_of_a_job_that_cannot_run_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with socket.socket() as nobody:  # bound and not listening: nothing answers there
+        nobody.bind(("127.0.0.1", 0))
+        job = written(
+            tmp_path,
+            f'model = "{tmp_path / "nowhere"}"\noutput_dir = "{tmp_path / "job.toml" / "out"}"\n'
+            f'token_file = "{tmp_path / "none.toml"}"\n[scheduler]\nurl = "http://127.0.0.1:{nobody.getsockname()[1]}"\n'
+            f'[weights]\ndirectory = "{tmp_path}"\n[trainer]\nlearning_rate = 1e-5\n[ray]\naddress = "local"\n'
+            '[reward]\nkind = "oracle"\n',
+        )
+        code, lines = checked(job)
+    assert code == 2
+    said = {line[4:].partition(":")[0]: line for line in lines if line.startswith(("NO  ", "--  "))}
+    assert said.keys() == {
+        "model", "tokenizer", "chat template", "environment", "reward", "output_dir", "token file", "scheduler", "weights",
+    }  # fmt: skip
+    assert "nowhere is not a model folder" in said["model"]
+    assert said["tokenizer"] == "--  tokenizer: was not looked at without model"
+    assert "unknown reward 'oracle'" in said["reward"]
+    assert "output_dir: " in said["output_dir"]
+    assert said["scheduler"] == "--  scheduler: was not looked at without token file"
+    assert lines[-1] == "9 of 12 checks failed"
+
+
+def test_a_scheduler_that_does_not_answer_is_not_waited_for(tmp_path: Path, policy_model: Path) -> None:
+    with running_world(tmp_path / "world", policy_model, num_engines=0) as world:
+        world.tokens.save(tmp_path / "tokens.toml")
+    job = written(
+        tmp_path,
+        f'model = "{policy_model}"\noutput_dir = "{tmp_path / "out"}"\ntoken_file = "{tmp_path / "tokens.toml"}"\n'
+        f'[scheduler]\nurl = "{world.url}"\n[weights]\ndirectory = "{tmp_path}"\n[ray]\naddress = "local"\n'
+        "[trainer]\nlearning_rate = 1e-5\n",
+    )
+    code, lines = checked(job)
+    assert code == 2
+    (told,) = [line for line in lines if line.startswith("NO  ")]
+    assert told.startswith("NO  scheduler: ")
+    assert lines[-1] == "1 of 12 checks failed"
+
+
+def test_code_of_the_jobs_own_that_fails_is_said_as_it_fails(tmp_path: Path, policy_model: Path) -> None:
+    job = written(
+        tmp_path,
+        f'model = "{policy_model}"\n[weights]\ndirectory = "{tmp_path}"\n[trainer]\nlearning_rate = 1e-5\n'
+        f'[env]\nkind = "{__name__}:broken_family"\n',
+    )
+    code, lines = checked(job)
+    assert code == 2
+    assert "NO  environment: KeyError: 'of its own'" in lines
+
+
+def broken_family() -> None:
+    raise KeyError("of its own")
+
+
+def test_each_task_has_its_rows_and_no_value_of_its_settings(tmp_path: Path) -> None:
+    job = written(
+        tmp_path,
+        f'model = "{tmp_path}"\n[weights]\ndirectory = "{tmp_path}"\n[trainer]\nlearning_rate = 1e-5\n'
+        '[[tasks]]\nname = "a"\nkind = "frozenlake"\nsettings = { api_key = "hush" }\n'
+        '[[tasks]]\nname = "b"\nkind = "math_tools"\nmax_tokens = 9\n',
+    )
+    rows = {name: (value, origin) for name, value, origin in settings_of(load_config(TrainConfig, job))}
+    assert rows["tasks.a.settings"] == ("api_key", "job")
+    assert rows["tasks.b.max_tokens"] == (9, "job")
+    assert rows["tasks.b.weight"] == (1.0, "default")
+    assert "hush" not in repr(rows)
