@@ -38,7 +38,7 @@ ASK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class JobCheck:
     """One thing that a job needs."""
 
     name: str
@@ -58,34 +58,34 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
         check.look()
 
 
-def checks_of(config: TrainConfig, parts: Parts | None = None) -> list[Check]:
+def checks_of(config: TrainConfig, parts: Parts | None = None) -> list[JobCheck]:
     """What a job says by itself and by its files, in the order in which it is looked at."""
     found = [
-        Check(name="settings", look=partial(_settings, config)),
-        Check(name="model", look=partial(_model, config, parts)),
-        Check(name="tokenizer", look=partial(_tokenizer, config), needs=("model",)),
-        Check(name="chat template", look=partial(_chat_template, config), needs=("model",)),
+        JobCheck(name="settings", look=partial(_settings, config)),
+        JobCheck(name="model", look=partial(_model, config, parts)),
+        JobCheck(name="tokenizer", look=partial(_tokenizer, config), needs=("model",)),
+        JobCheck(name="chat template", look=partial(_chat_template, config), needs=("model",)),
     ]
     for task in config.all_tasks:
         of = f" of {task.name}" if task.name else ""
         found += [
-            Check(name=f"environment{of}", look=partial(_environment, config, task)),
-            Check(name=f"reward{of}", look=partial(_reward, task)),
+            JobCheck(name=f"environment{of}", look=partial(_environment, config, task)),
+            JobCheck(name=f"reward{of}", look=partial(_reward, task)),
         ]
     return found
 
 
-def checks_of_the_start(config: TrainConfig) -> list[Check]:
+def checks_of_the_start(config: TrainConfig) -> list[JobCheck]:
     """What else a start needs: tokens, libraries, and whoever it talks to."""
     found = [
-        Check(name="token file", look=partial(_tokens, config)),
-        Check(name="libraries", look=partial(_libraries, config)),
-        Check(name="Ray", look=partial(_ray, config), needs=("libraries",)),
-        Check(name="scheduler", look=partial(_scheduler, config), needs=("token file",)),
-        Check(name="weights", look=partial(_weights, config), needs=("token file",)),
+        JobCheck(name="token file", look=partial(_tokens, config)),
+        JobCheck(name="libraries", look=partial(_libraries, config)),
+        JobCheck(name="Ray", look=partial(_ray, config), needs=("libraries",)),
+        JobCheck(name="scheduler", look=partial(_scheduler, config), needs=("token file",)),
+        JobCheck(name="weights", look=partial(_weights, config), needs=("token file",)),
     ]
     if config.lend.node_dir is not None:
-        found.append(Check(name="lend", look=partial(_lend, config), needs=("token file",)))
+        found.append(JobCheck(name="lend", look=partial(_lend, config), needs=("token file",)))
     return found
 
 

@@ -22,7 +22,7 @@ from rich.progress import (
 
 from rose.config import load_config
 from rose.errors import RoseError
-from rose.train.check import Check, check_writable, checks_of, checks_of_the_start, settings_of, tokens_of
+from rose.train.check import JobCheck, check_writable, checks_of, checks_of_the_start, settings_of, tokens_of
 from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
 
@@ -70,7 +70,7 @@ def check_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     failed: set[str] = set()
     checks = [
         *checks_of(job),
-        Check(name="output_dir", look=partial(_output_dir, job)),
+        JobCheck(name="output_dir", look=partial(_output_dir, job)),
         *checks_of_the_start(job),
     ]
     for check in checks:
