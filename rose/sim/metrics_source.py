@@ -49,8 +49,10 @@ HISTOGRAMS = {
     "prompt": "vllm:request_prompt_tokens",
     "output": "vllm:request_generation_tokens",
     "ttft": "vllm:time_to_first_token_seconds",
-    "tpot": "vllm:inter_token_latency_seconds",
+    "tpot": "vllm:request_time_per_output_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
 }
+"""``tpot``: one value a request, the mean of its tokens, as the simulator has it; ``itl``: one between every two tokens."""
 _COUNTERS = (REQUESTS, QUERIES, HITS)
 _WANTED = (
     *(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum")),
@@ -77,10 +79,19 @@ class Histogram:
     @property
     def p99(self) -> float | None:
         below, cumulative = 0.0, dict[float, float]()
-        for (_, high), count in sorted(self.counts.items(), key=lambda item: item[0][1]):
+        for (low, high), count in sorted(self.counts.items(), key=lambda item: item[0][1]):
+            cumulative.setdefault(low, below)  # buckets between that are empty
             below += count
             cumulative[high] = below
         return p99_between({}, cumulative)
+
+    def without_lowest(self, num: float) -> Histogram:
+        """With so many fewer in the lowest bucket, as far as it has them."""
+        counts = dict(self.counts)
+        if counts:
+            lowest = min(counts)
+            counts[lowest] = max(0.0, counts[lowest] - num)
+        return Histogram(counts=counts)
 
     def add(self, cumulative: Mapping[float, float]) -> None:
         """Of one server: how many more lie at or below each bound."""
@@ -211,7 +222,10 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
     mean = float(np.average(engines, weights=seconds))
     num = num_engines or max(1, round(mean))
     edges = _total(seconds)
-    p99s = {f"{kind}_p99": metered.histograms[kind].p99 for kind in ("ttft", "tpot")}
+    # vLLM counts a request of one token as 0 s per token; the simulator has no such time of it.
+    ones = sum(count for (_, high), count in outputs.counts.items() if high <= 1)
+    latencies = {**metered.histograms, "tpot": metered.histograms["tpot"].without_lowest(ones)}
+    p99s = {f"{kind}_p99": latencies[kind].p99 for kind in ("ttft", "tpot", "itl")}
     use = metered.kv_use
     return MeteredTraffic(
         source=metered.source,

@@ -10,6 +10,7 @@ from rose.evaluation.charts import Band, Range, Series, legend, line_chart, line
 from rose.evaluation.page import whole_page, write_whole
 from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, CapacityPlan, RiskVerdict
 from rose.sim.plan_words import (
+    COMPARED,
     NAMES,
     NONE_JUDGED,
     answer,
@@ -407,16 +408,24 @@ def _basis(plan: CapacityPlan) -> str:
                 f"{traffic.hit_share:.0%} of prompt tokens found; not simulated, so production's load is overstated by it",
             )
         )
-    for kind, name in (("ttft", "first token"), ("tpot", "between tokens")):
+    for kind, name in COMPARED:
         seen = traffic.observed_ms.get(f"{kind}_p99")
         if seen is not None:
             made = max(getattr(cell, f"alone_{kind}_p99_ms") for cell in plan.judged)
             entries.append(
                 (
-                    f"P99 {name}",
+                    f"P99 of the {name}",
                     f"{seen:.0f} ms as read, {made:.0f} ms simulated without rollouts at the busiest",
                 )
             )
+    between_ms = traffic.observed_ms.get("itl_p99")
+    if between_ms is not None:
+        entries.append(
+            (
+                "P99 between two tokens",
+                f"{between_ms:.0f} ms as read; steps are simulated, but only a request's mean per token is kept: not compared",
+            )
+        )
     return (
         "<dl>"
         + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in entries)

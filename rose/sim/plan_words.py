@@ -15,6 +15,8 @@ COVERED = 0.98
 NONE_JUDGED = "no request judged"
 FAR = 0.25
 """A simulated P99 further than this from the fleet's own is said to be."""
+COMPARED = (("ttft", "time to the first token"), ("tpot", "mean per output token"))
+"""Of a request, both as vLLM's metrics have it and as it is simulated."""
 ALONE_MISSED = 0.01
 """Where production by itself misses more of its limits than this, they may not be the fleet's own."""
 
@@ -260,12 +262,12 @@ def measure_next(plan: CapacityPlan) -> list[str]:
 def far_off(plan: CapacityPlan) -> list[str]:
     """Where the simulated fleet, without rollouts, is not the fleet that was read."""
     lines: list[str] = []
-    for kind, name in (("ttft", "first token"), ("tpot", "between tokens")):
+    for kind, name in COMPARED:
         seen = plan.traffic.observed_ms.get(f"{kind}_p99")
         made = max(getattr(cell, f"alone_{kind}_p99_ms") for cell in plan.judged)
         if seen and made and abs(made / seen - 1) > FAR:
             lines.append(
-                f"step times: your P99 {name} is {seen:.0f} ms, the simulated one {made:.0f} ms at the busiest; "
+                f"step times: your P99 of the {name} is {seen:.0f} ms, the simulated one {made:.0f} ms at the busiest; "
                 "`rose profile` gives serving.profile"
             )
     return lines

@@ -62,7 +62,8 @@ class Traffic(ABC):
     hit_share: float | None = None
     """Of prompt tokens, found in production's prefix cache."""
     observed_ms: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
-    """``ttft_p99`` and ``tpot_p99`` that the fleet's own metrics say, where they do."""
+    """``ttft_p99``, ``tpot_p99`` (of each request's mean per token) and ``itl_p99`` (between any two tokens) that the fleet's own metrics say,
+    where they do."""
 
     @abstractmethod
     def counted(self, until_s: Floats) -> Floats:

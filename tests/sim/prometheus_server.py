@@ -47,7 +47,8 @@ def series(at_s: float) -> dict[tuple[str, str], float]:
         "vllm:request_prompt_tokens": ({50: 0.0, 100: 0.5, 500: 0.5, 1000: 1.0}, 400.0),
         "vllm:request_generation_tokens": ({20: 0.0, 50: 1.0}, 32.0),
         "vllm:time_to_first_token_seconds": ({0.1: 0.9, 0.25: 1.0}, 0.1),
-        "vllm:inter_token_latency_seconds": ({0.01: 0.5, 0.025: 1.0}, 0.01),
+        "vllm:request_time_per_output_token_seconds": ({0.005: 0.2, 0.01: 0.9, 0.025: 1.0}, 0.008),
+        "vllm:inter_token_latency_seconds": ({0.01: 0.8, 0.025: 0.9, 0.1: 1.0}, 0.008),
     }
     for name, (buckets, mean) in histograms.items():
         found |= {(f"{name}_bucket", f"{bound}"): share * num for bound, share in buckets.items()}

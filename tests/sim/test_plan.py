@@ -36,7 +36,7 @@ from rose.sim.plan import (
 )
 from rose.sim.plan_assumptions import assumptions, changed
 from rose.sim.plan_page import render, write_plan
-from rose.sim.plan_words import document, measure_next, text
+from rose.sim.plan_words import document, far_off, measure_next, text
 from rose.sim.scenario import Scenario
 from rose.sim.summary import Misses, compare_misses
 from rose.sim.traffic import generated
@@ -406,6 +406,18 @@ def test_limits_that_production_misses_alone_are_asked_for_first(plan: CapacityP
     late = replace(plan, judged=tuple(replace(each, alone_missed=0.07) for each in plan.judged))
 
     assert "by itself production misses 7.0%" in measure_next(late)[0]
+
+
+def test_a_request_s_mean_per_token_is_compared_and_the_time_between_two_tokens_is_not(
+    plan: CapacityPlan,
+) -> None:
+    made = max(each.alone_tpot_p99_ms for each in plan.judged)
+    same = replace(plan, traffic=replace(plan.traffic, observed_ms={"tpot_p99": made, "itl_p99": 9 * made}))
+    slow = replace(plan, traffic=replace(plan.traffic, observed_ms={"tpot_p99": 9 * made, "itl_p99": made}))
+
+    assert far_off(same) == []
+    assert "your P99 of the mean per output token" in far_off(slow)[0]
+    assert f"{9 * made:.0f} ms as read; steps are simulated, but" in render(same)
 
 
 def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: CapacityPlan) -> None:

@@ -51,6 +51,8 @@ def check_the_fleet(traffic: Traffic) -> None:
     assert traffic.kv_use == pytest.approx((0.25, 0.25))
     assert traffic.hit_share == pytest.approx(0.25)
     assert traffic.observed_ms["ttft_p99"] == pytest.approx(235, rel=0.05)
+    assert traffic.observed_ms["tpot_p99"] == pytest.approx(23.5, rel=0.05)
+    assert traffic.observed_ms["itl_p99"] == pytest.approx(92.5, rel=0.05)
     assert not traffic.knows_bursts
 
 
@@ -142,6 +144,15 @@ SHORT = [(float(at_s), at_s + 60.0, 60 * 2.5 * 2, 2.0) for at_s in range(0, 6 * 
 def metered(intervals: Sequence[tuple[float, float, float, float]], asked_s: float = 0.0) -> Metered:
     lengths = {name: Histogram(counts={(10.0, 100.0): 1e5}, total=5e6) for name in HISTOGRAMS}
     return Metered(source="x", intervals=list(intervals), histograms=lengths, asked_s=asked_s)
+
+
+def test_requests_of_one_token_have_no_time_per_token() -> None:
+    """vLLM counts 0 for each of them, the simulator nothing: of many the P99 read would be that of no other request."""
+    read = metered(SHORT)
+    read.histograms["output"] = Histogram(counts={(0.0, 1.0): 990.0, (1.0, 50.0): 10.0})
+    read.histograms["tpot"] = Histogram(counts={(0.0, 0.01): 990.0, (0.03, 0.04): 10.0})
+
+    assert traffic_of(read, None, SERVING).observed_ms["tpot_p99"] == pytest.approx(39.9)
 
 
 def test_time_without_data_is_cut_out_and_not_taken_for_quiet() -> None:
