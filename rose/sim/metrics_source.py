@@ -131,6 +131,8 @@ class Metered:
         default_factory=lambda: list[tuple[float, float, float, float]]()
     )
     """(from, to, requests that ended, engines that served them), of one server or of all; seconds of the clock."""
+    knows_engines: bool = True
+    """False: of some interval nothing says how many engines served it; 1 stands there."""
     asked_s: float = 0.0
     """How long a stretch was asked for; 0: from the first interval to the last."""
     histograms: dict[str, Histogram] = field(
@@ -155,6 +157,10 @@ class MeteredTraffic(Traffic):
     prompts: Histogram
     outputs: Histogram
     noise: float
+
+    @property
+    def engines_unsaid(self) -> str:
+        return f"nothing says how many engines served this traffic, as {RUNNING} is not in it"
 
     def counted(self, until_s: Floats) -> Floats:
         loops, inside = np.divmod(until_s, self.span_s)
@@ -181,7 +187,7 @@ class MeteredTraffic(Traffic):
 def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection) -> MeteredTraffic:
     """
     Args:
-        num_engines: That served it on average; None: as many as the metrics name.
+        num_engines: That served it on average; None: as many as the metrics name, else as many as make ``config.requests_per_s``.
 
     Raises:
         ConfigError: Nothing can be made of them.
@@ -220,7 +226,11 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
             fix=f"at most {MAX_ENGINES}: narrow it, with --match or fewer files",
         )
     mean = float(np.average(engines, weights=seconds))
+    is_known = metered.knows_engines or num_engines is not None
     num = num_engines or max(1, round(mean))
+    if not is_known:
+        num = float(np.average(rates, weights=seconds)) / config.requests_per_s
+    scale = num if metered.knows_engines and num_engines is None else mean
     edges = _total(seconds)
     # vLLM counts a request of one token as 0 s per token; the simulator has no such time of it.
     ones = sum(count for (_, high), count in outputs.counts.items() if high <= 1)
@@ -232,14 +242,15 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
         num_engines=float(num),
         span_s=float(edges[-1]),
         covered=min(1.0, float(edges[-1]) / max(end_s - begin_s, metered.asked_s)),
+        knows_engines=is_known,
         knows_bursts=False,
         kv_use=(float(np.mean(use)), max(use)) if use else None,
         hit_share=metered.found / metered.queried if metered.queried > 0 else None,
         observed_ms={kind: value * 1e3 for kind, value in p99s.items() if value is not None},
         edges=edges,
-        # With an operator's number, all that came is theirs; else each engine has at any time what one of those there had.
-        ended=_total(rates / engines * (mean if num_engines else num) * seconds),
-        engine_s=_total(engines / (mean if num_engines else num) * seconds),
+        # Of a number that metrics do not name, all that came is theirs; else each engine has at any time what one of those there had.
+        ended=_total(rates / engines * scale * seconds),
+        engine_s=_total(engines / scale * seconds),
         prompts=prompts,
         outputs=outputs,
         noise=config.noise,
@@ -393,7 +404,10 @@ def _between(metered: Metered, before: _Page, page: _Page) -> None:
         return max(0.0, now[name] - (0.0 if restarted else then[name]))
 
     num = more(page.counters, before.counters, REQUESTS)
-    metered.intervals.append((before.at_s, page.at_s, num, max(1, page.engines)))
+    engines = page.engines or before.engines
+    if not engines:
+        metered.knows_engines = False
+    metered.intervals.append((before.at_s, page.at_s, num, max(1, engines)))
     metered.queried += more(page.counters, before.counters, QUERIES)
     metered.found += more(page.counters, before.counters, HITS)
     for kind, histogram in metered.histograms.items():

@@ -67,7 +67,7 @@ def assumptions(scenario: Scenario, traffic: Traffic) -> list[Assumption]:
         load = "watch a longer stretch, and the next release of your product"
         add("production's traffic grows or shrinks", "load", 0.7, 1.3, load, times=True, risky=True)
     else:
-        load = "say how many engines served this traffic: --engines, or read --scrapes or --prometheus"
+        load = "say how many engines served this traffic: --engines N"
         add("traffic per engine", "load", 0.5, 2.0, load, times=True, risky=True)
     if not traffic.knows_bursts:
         bursts = "scrape every 15 s, or log arrival times for an hour and use --trace"

@@ -50,7 +50,7 @@ def plan(
     engines: Annotated[
         int | None,
         typer.Option(
-            help="How many engines served this traffic. Default: what the metrics name; for a trace, [fleet] serving."
+            help="How many engines served this traffic. Default: what the metrics name; a trace names none."
         ),
     ] = None,
     gpu_hour_price: Annotated[float, typer.Option(help="Of one GPU hour, in dollars.")] = GPU_HOUR_PRICE,
@@ -104,7 +104,7 @@ def plan(
         raise ConfigError(f"must be 0 to {MAX_PRICE:g}, got {gpu_hour_price:g}", field="--gpu-hour-price")
     if match and prometheus is None:
         raise ConfigError("is for --prometheus", field="--match")
-    config = load_scenario(scenario, [*(DEFAULTS if scenario is None else ()), *(overrides or [])])
+    config, is_named = load(scenario, overrides or [])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,7 +129,7 @@ def plan(
             trace=trace,
             progress=lambda share: show(share, "reading"),
         )
-        config = of_fleet(config, traffic, engines)
+        config = of_fleet(config, traffic, engines, is_named=is_named)
         result = make_plan(config, traffic, price=gpu_hour_price, progress=show)
     paths = write_plan(result, out)
     if as_json:
@@ -161,10 +161,33 @@ def read_traffic(
     return generated(engines or config.fleet.serving, serving)
 
 
-def of_fleet(config: Scenario, traffic: Traffic, engines: int | None) -> Scenario:
-    """The scenario with as many serving engines as the traffic was served by, where that is known."""
+def load(path: Path | None, overrides: list[str]) -> tuple[Scenario, bool]:
+    """The scenario, and whether somebody named the size of the fleet.
+
+    Raises:
+        ConfigError: As :func:`load_scenario`.
+    """
+    config = load_scenario(path, [*(DEFAULTS if path is None else ()), *overrides])
+    if path is None:
+        return config, any(text.partition("=")[0].strip() == "fleet.serving" for text in overrides)
+    return config, "serving" in config.fleet.model_fields_set
+
+
+def of_fleet(config: Scenario, traffic: Traffic, engines: int | None, *, is_named: bool) -> Scenario:
+    """The scenario with as many serving engines as the traffic was served by, where that is known.
+
+    Raises:
+        ConfigError: Neither the traffic nor anybody (``is_named``) says how many there are.
+    """
+    is_blind = traffic.is_measured and not traffic.knows_engines
+    if is_blind and not (engines or is_named):
+        raise ConfigError(
+            f"{traffic.engines_unsaid}; it has {traffic.total:.3g} requests a second",
+            field=traffic.source,
+            fix="--engines N; or the size of your fleet, --set fleet.serving=N, each engine then with serving.requests_per_s",
+        )
     num = engines or (
-        round(traffic.num_engines) if traffic.is_measured and traffic.knows_engines else config.fleet.serving
+        round(traffic.num_engines) if traffic.is_measured and not is_blind else config.fleet.serving
     )
     return config.model_copy(update={"fleet": config.fleet.model_copy(update={"serving": max(1, num)})})
 

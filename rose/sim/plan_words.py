@@ -92,7 +92,8 @@ def warnings(plan: CapacityPlan) -> list[str]:
     if traffic.is_measured and not traffic.knows_engines:
         rate = plan.scenario.serving.requests_per_s
         found.append(
-            f"nothing says how many engines served this traffic; {rate:g} requests a second and engine are assumed (--engines)"
+            f"{traffic.engines_unsaid}: the {plan.scenario.fleet.serving} of [fleet] serving are planned for, with {rate:g} requests a second each; "
+            f"all that was read are {traffic.total:.3g} a second (--engines N, if you know)"
         )
     if traffic.covered < COVERED:
         found.append(_covered(traffic))
@@ -216,7 +217,7 @@ def measure_next(plan: CapacityPlan) -> list[str]:
             "your own traffic: --prometheus URL, --scrapes FILE or --trace CSV; all of this rests on a generator's"
         )
     elif not traffic.knows_engines:
-        found.append("how many engines served this traffic: --engines N, or read --scrapes or --prometheus")
+        found.append("how many engines served this traffic: --engines N")
     misses, cells = plan.misses, plan.scenario.cells
     if plan.verdict is RiskVerdict.UNCLEAR and misses.num:
         times = max(2.0, ENOUGH / SAFE_EXTRA / misses.num)

@@ -178,6 +178,7 @@ def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
     )
     # What rose in the step that ends at the point; who served it may be gone at its end.
     engines = dict(_points(answers["engines"]))
+    metered.knows_engines = bool(engines)
     for at_s, num in requests:
         count = engines.get(at_s) or engines.get(at_s - asked.step_s) or (0.0 if engines else 1.0)
         if count:

@@ -75,6 +75,16 @@ class Traffic(ABC):
     ) -> Drawn:
         """The requests of a stretch, each ``copies`` times on average."""
 
+    @property
+    def engines_unsaid(self) -> str:
+        """For people, where :attr:`knows_engines` is false."""
+        return "nothing says how many engines served this traffic"
+
+    @property
+    def total(self) -> float:
+        """Requests per second of all engines, on average."""
+        return self.rate(0.0, self.span_s) * self.num_engines
+
     def profile(self) -> tuple[Floats, Floats]:
         """Middle of each bin in seconds, and requests per second of one engine in it."""
         edges = self._bins()

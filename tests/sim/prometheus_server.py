@@ -101,7 +101,7 @@ async def stand_in(
     """The two routes that ROSE uses; the contract tests hold it to the real program.
 
     Args:
-        engines: Of the seconds since the beginning; the requests of all stay as many.
+        engines: Of the seconds since the beginning; the requests of all stay as many.  0: none has that metric.
         silent_s: From and to: no points are known, but for the end (as where nothing was scraped).
     """
 
@@ -118,6 +118,7 @@ async def stand_in(
                 since_s = at_s - BEGIN_S
                 if not silent_s[0] < since_s <= silent_s[1]:
                     answers = _answer(asked["query"], at_s, models, engines(since_s))
+                    answers = [each for each in answers if each["value"] != [at_s, "0"]]
                     values += [answer["value"] for answer in answers]
                 at_s += step_s
             result = [{"metric": {}, "values": values}]

@@ -35,6 +35,7 @@ from rose.sim.plan import (
     verdict_of,
 )
 from rose.sim.plan_assumptions import assumptions, changed
+from rose.sim.plan_cli import load, of_fleet
 from rose.sim.plan_page import render, write_plan
 from rose.sim.plan_words import document, far_off, measure_next, text
 from rose.sim.scenario import Scenario
@@ -425,6 +426,7 @@ def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: CapacityPlan)
 
     for said in (text(blind), render(blind)):
         assert "othing says how many engines served this traffic" in said
+        assert "the 16 of [fleet] serving are planned for, with 0.5 requests a second each" in said
     assert "--engines" in measure_next(blind)[0]
 
 
@@ -474,6 +476,40 @@ def run(*arguments: str) -> Callable[[], object]:
 def test_what_is_wrong_is_named_with_its_option(arguments: tuple[str, ...], match: str) -> None:
     with pytest.raises(RoseError, match=match):
         run(*arguments)()
+
+
+@pytest.mark.parametrize("kind", ["--trace", "--scrapes"])
+def test_whose_size_nobody_named_is_asked_for(tmp_path: Path, kind: str) -> None:
+    """A plan for 64 engines came of any trace."""
+    path = tmp_path / "mine"
+    if kind == "--trace":
+        path.write_text(
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01 00:00:00,5,5\n2023-01-01 00:00:10,5,5\n"
+        )
+    else:
+        pages = [f"# scraped {at_s}\n{scrape(at_s)}" for at_s in (BEGIN_S, BEGIN_S + 60)]
+        path.write_text(re.sub(r"(?m)^vllm:num_requests_running.*\n", "", "".join(pages)))
+
+    with pytest.raises(ConfigError, match=r"mine: .*how many engines.*--engines N.*fleet.serving=N"):
+        run(kind, str(path), "--out", str(tmp_path))()
+
+
+def test_a_size_that_somebody_named_is_planned_for(tmp_path: Path) -> None:
+    scenario = small()
+    traffic = replace(generated(4, scenario.serving), is_measured=True, knows_engines=False)
+
+    assert of_fleet(scenario, traffic, None, is_named=True).fleet.serving == 16
+    assert of_fleet(scenario, traffic, 4, is_named=False).fleet.serving == 4
+    file = tmp_path / "fleet.toml"
+    for content, options, expected in (
+        ("name = 'x'\n[fleet]\nserving = 3\n", [], True),
+        ("name = 'x'\n", [], False),
+        ("name = 'x'\n", ["fleet.serving=3"], True),
+        ("", ["fleet.serving=3"], True),
+        ("", ["fleet.device=h200"], False),
+    ):
+        file.write_text(content)
+        assert load(file if content else None, options)[1] is expected
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])

@@ -120,6 +120,27 @@ def test_a_page_that_breaks_off_is_left_out(tmp_path: Path) -> None:
     assert metered.histograms["output"].num == pytest.approx(0.2 * 2 * 120)
 
 
+def test_pages_that_name_no_engine_are_not_of_one(tmp_path: Path) -> None:
+    """Two engines behind one address, their gauge dropped on the way: all of the traffic was taken for that of one."""
+    path = hour(tmp_path / "day.prom")
+    path.write_text(re.sub(r"(?m)^vllm:num_requests_running.*\n", "", path.read_text()))
+
+    unsaid = traffic_of(read_scrapes(path), None, ServingSection(requests_per_s=0.1))
+
+    assert not unsaid.knows_engines
+    assert "vllm:num_requests_running" in unsaid.engines_unsaid
+    assert unsaid.rate(0.0, SPAN_S) == pytest.approx(0.1)
+    assert unsaid.num_engines == pytest.approx(8, rel=0.01)
+    check_the_fleet(traffic_of(read_scrapes(path), 2, SERVING))
+
+
+def test_prometheus_without_the_gauge_names_no_engine() -> None:
+    unsaid = ask(stand_in(engines=lambda since_s: 0), ASKED)
+
+    assert not unsaid.knows_engines
+    assert unsaid.rate(0.0, SPAN_S) == pytest.approx(SERVING.requests_per_s)
+
+
 @pytest.mark.parametrize("named", ["--match", ""])
 def test_several_models_are_refused(tmp_path: Path, named: str) -> None:
     path = tmp_path / "day.prom"
