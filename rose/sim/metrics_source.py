@@ -38,10 +38,14 @@ MAX_ENGINES = 16_384
 MAX_COUNT = 1e12
 GAP = 3
 """An interval this many times as long as the usual one is taken for time without data: nobody knows what came when in it."""
+FEW_RESTARTS = (2, 0.05)
+"""So many, or this share of the intervals: counters that go back more often are of several servers that take turns behind one address."""
 LATEST_S = 4_102_444_800.0
 """2100: a time after that is milliseconds, or nonsense."""
 
 REQUESTS = "vllm:request_success_total"
+STARTED = "process_start_time_seconds"
+"""Of the process that answers, where its page has it: not with several API servers."""
 RUNNING = "vllm:num_requests_running"
 KV_USE = "vllm:kv_cache_usage_perc"
 QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
@@ -53,7 +57,7 @@ HISTOGRAMS = {
     "itl": "vllm:inter_token_latency_seconds",
 }
 """``tpot``: one value a request, the mean of its tokens, as the simulator has it; ``itl``: one between every two tokens."""
-_COUNTERS = (REQUESTS, QUERIES, HITS)
+_COUNTERS = (REQUESTS, QUERIES, HITS, STARTED)
 _WANTED = (
     *(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum")),
     *_COUNTERS,
@@ -141,6 +145,7 @@ class Metered:
     kv_use: list[float] = field(default_factory=lambda: list[float]())
     queried: float = 0.0
     found: float = 0.0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +250,7 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
         knows_engines=is_known,
         knows_bursts=False,
         kv_use=(float(np.mean(use)), max(use)) if use else None,
+        restarts=metered.restarts,
         hit_share=metered.found / metered.queried if metered.queried > 0 else None,
         observed_ms={kind: value * 1e3 for kind, value in p99s.items() if value is not None},
         edges=edges,
@@ -357,6 +363,7 @@ def read_scrapes(path: Path) -> Metered:
     """
     metered = Metered(source=str(path))
     last: dict[str, _Page] = {}
+    seen: dict[str, tuple[int, int]] = {}
     first_s = math.inf
     for page in _pages(path):
         before = last.get(page.server)
@@ -374,7 +381,9 @@ def read_scrapes(path: Path) -> Metered:
         if not _is_whole(page, before):
             continue
         if before is not None and page.at_s > before.at_s:
-            _between(metered, before, page)
+            is_restart = _between(metered, before, page)
+            restarts, intervals = seen.get(page.server, (0, 0))
+            seen[page.server] = (restarts + is_restart, intervals + 1)
         if page.kv_use:
             metered.kv_use.append(sum(page.kv_use) / len(page.kv_use))
         last[page.server] = page
@@ -384,7 +393,25 @@ def read_scrapes(path: Path) -> Metered:
             field=str(path),
             fix="what GET /metrics answers, each behind a line '# scraped SECONDS [SERVER]'",
         )
+    for server, (restarts, intervals) in seen.items():
+        check_restarts(restarts, intervals, f"{path} {server[:200]}".rstrip())
+        metered.restarts += restarts
     return metered
+
+
+def check_restarts(restarts: int, intervals: int, field: str) -> None:
+    """
+    Raises:
+        ConfigError: More than :data:`FEW_RESTARTS`.
+    """
+    few, share = FEW_RESTARTS
+    if restarts > few and restarts > share * intervals:
+        raise ConfigError(
+            f"another process answered, or counters went back, {restarts} of {intervals} times: the address of a balancer, or servers that "
+            "do not stay up",
+            field=field,
+            fix="scrape each server at its own address, its name behind the time",
+        )
 
 
 def _is_whole(page: _Page, before: _Page | None) -> bool:
@@ -394,14 +421,18 @@ def _is_whole(page: _Page, before: _Page | None) -> bool:
     return REQUESTS in page.counters and all(page.buckets[kind] for kind, held in had.items() if held)
 
 
-def _between(metered: Metered, before: _Page, page: _Page) -> None:
-    """What was counted between two scrapes of a server; all of the later one where the server was started again."""
-    restarted = page.counters.get(REQUESTS, 0.0) < before.counters.get(REQUESTS, 0.0)
+def _between(metered: Metered, before: _Page, page: _Page) -> bool:
+    """What was counted between two scrapes of a server.  True, and nothing, where it was started again: nobody knows what it had served
+    by then, nor whether all that the new one counts is of this interval."""
+    was, now_at = before.counters.get(STARTED), page.counters.get(STARTED)
+    is_other = was is not None and now_at is not None and was != now_at
+    if is_other or page.counters.get(REQUESTS, 0.0) < before.counters.get(REQUESTS, 0.0):
+        return True
 
     def more(now: Mapping[str, float], then: Mapping[str, float], name: str) -> float:
-        if name not in now or (name not in then and not restarted):
+        if name not in now or name not in then:
             return 0.0  # what was counted before it was first seen is of another time
-        return max(0.0, now[name] - (0.0 if restarted else then[name]))
+        return max(0.0, now[name] - then[name])
 
     num = more(page.counters, before.counters, REQUESTS)
     engines = page.engines or before.engines
@@ -412,11 +443,10 @@ def _between(metered: Metered, before: _Page, page: _Page) -> None:
     metered.found += more(page.counters, before.counters, HITS)
     for kind, histogram in metered.histograms.items():
         old = before.buckets[kind]
-        if restarted:
-            histogram.add(page.buckets[kind])
-        elif old:
+        if old:
             histogram.add({bound: count - old.get(bound, 0.0) for bound, count in page.buckets[kind].items()})
         histogram.total += more(page.sums, before.sums, kind)
+    return False
 
 
 def _pages(path: Path) -> Iterator[_Page]:

@@ -97,6 +97,11 @@ def warnings(plan: CapacityPlan) -> list[str]:
         )
     if traffic.covered < COVERED:
         found.append(_covered(traffic))
+    if traffic.restarts:
+        found.append(
+            f"servers were started again, {traffic.restarts} time{'s' if traffic.restarts > 1 else ''} while this was counted; if they were not, the "
+            "address is a balancer's, and the traffic is not what is stated here"
+        )
     return found
 
 
@@ -174,6 +179,7 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
             "covered": traffic.covered,
             "num_engines": traffic.num_engines,
             "knows_engines": traffic.knows_engines,
+            "restarts": traffic.restarts,
             "kv_use": traffic.kv_use,
             "hit_share": traffic.hit_share,
             "observed_ms": dict(traffic.observed_ms),

@@ -29,10 +29,13 @@ from rose.sim.metrics_source import (
     RUNNING,
     Metered,
     check_models,
+    check_restarts,
 )
 from rose.wire.http_client import ask, open_client
 
 FIELD = "--prometheus"
+ONE_AN_ENGINE = f"{HISTOGRAMS['prompt']}_sum"
+"""A counter of which each engine has one series."""
 MAX_POINTS = 11_000
 """Prometheus answers no more for one series."""
 MAX_ANSWER_BYTES = 32 << 20
@@ -108,6 +111,8 @@ async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Me
     at_end = {
         "queried": f"sum(increase({QUERIES}{where}[{whole}]))",
         "found": f"sum(increase({HITS}{where}[{whole}]))",
+        "restarts": f"sum(resets({ONE_AN_ENGINE}{where}[{whole}]))",
+        "scrapes": f"sum(count_over_time({ONE_AN_ENGINE}{where}[{whole}]))",
     }
     at_end["models"] = f"sum by (model_name) (increase({REQUESTS}{where}[{whole}]))"
     for kind, name in HISTOGRAMS.items():
@@ -185,6 +190,8 @@ def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
             metered.intervals.append((at_s - asked.step_s, at_s, num, count))
     metered.kv_use = [min(1.0, value) for _, value in _points(answers["kv_use"])]
     metered.queried, metered.found = _number(answers["queried"]), _number(answers["found"])
+    metered.restarts = round(_number(answers["restarts"]))
+    check_restarts(metered.restarts, round(_number(answers["scrapes"])), source)
     for kind, histogram in metered.histograms.items():
         cumulative: dict[float, float] = {}
         for series in answers[kind]:

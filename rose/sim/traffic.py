@@ -59,6 +59,8 @@ class Traffic(ABC):
     """False: how requests lie between two scrapes is a guess."""
     kv_use: tuple[float, float] | None = None
     """Of production's KV memory: mean, and the highest of a scrape (mean over engines)."""
+    restarts: int = 0
+    """Times that a server's counters went back, or another process answered."""
     hit_share: float | None = None
     """Of prompt tokens, found in production's prefix cache."""
     observed_ms: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())

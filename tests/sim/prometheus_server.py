@@ -21,7 +21,7 @@ from rose.proc import free_port
 
 BEGIN_S = 1_700_000_000
 SPAN_S = 3600
-STEP_S = 60
+SCRAPED_S = 15
 ENGINES = ("0", "1")
 PROGRAM = shutil.which("prometheus")
 LABELS = {"job": "vllm", "model_name": "m"}
@@ -68,23 +68,27 @@ def scrape(at_s: float, engines: tuple[str, ...] = ENGINES) -> str:
 
 
 def _answer(
-    query: str, at_s: float, models: tuple[str, ...] = ("m",), engines: int = 2
+    query: str, at_s: float, models: tuple[str, ...] = ("m",), engines: int = 2, restarts: int = 0
 ) -> list[dict[str, object]]:
     """What Prometheus says to the forms of query that ROSE sends."""
     found = re.fullmatch(
-        r'(sum|count|avg)(?: by \((le|model_name)\))? ?\((?:(increase)\()?([a-z0-9:_]+)\{job="vllm"\}(?:\[(\d+)s\]\))?\)',
+        r'(sum|count|avg)(?: by \((le|model_name)\))? ?\((?:(increase|resets|count_over_time)\()?([a-z0-9:_]+)\{job="vllm"\}(?:\[(\d+)s\]\))?\)',
         query,
     )
     assert found is not None, query
-    _, by, increase, metric, window = found.groups()
+    _, by, over, metric, window = found.groups()
     if by == "model_name":
         return [{"metric": {by: model}, "value": [at_s, "2"]} for model in models]
     answers: list[dict[str, object]] = []
     for (name, bound), value in series(at_s).items():
         if name != metric:
             continue
-        if increase:
+        if over == "increase":
             value = 2 * (value - series(at_s - float(window))[name, bound])
+        elif over == "resets":
+            value = restarts
+        elif over == "count_over_time":
+            value = 2 * int(window) // SCRAPED_S
         elif query.startswith("count"):
             value = engines
         answers.append({"metric": {"le": bound} if by else {}, "value": [at_s, str(value)]})
@@ -97,6 +101,7 @@ async def stand_in(
     models: tuple[str, ...] = ("m",),
     engines: Callable[[float], int] = lambda since_s: 2,
     silent_s: tuple[float, float] = (0.0, 0.0),
+    restarts: int = 0,
 ) -> AsyncIterator[str]:
     """The two routes that ROSE uses; the contract tests hold it to the real program.
 
@@ -110,7 +115,7 @@ async def stand_in(
             return web.Response(status=401)
         asked = request.query
         if request.path.endswith("query"):
-            result = _answer(asked["query"], float(asked["time"]), models)
+            result = _answer(asked["query"], float(asked["time"]), models, restarts=restarts)
         else:
             at_s, end_s, step_s = (float(asked[name]) for name in ("start", "end", "step"))
             values: list[object] = []
@@ -149,7 +154,7 @@ def real(folder: Path) -> Iterator[str]:
             )
             lines += [
                 f"{metric}{{{labels}}} {series(at_s)[metric, bound]} {at_s}"
-                for at_s in range(BEGIN_S - STEP_S, BEGIN_S + SPAN_S + 1, STEP_S)
+                for at_s in range(BEGIN_S - SCRAPED_S, BEGIN_S + SPAN_S + 1, SCRAPED_S)
             ]
     (folder / "hour.om").write_text("\n".join(lines) + "\n# EOF\n")
     (folder / "none.yml").write_text("")

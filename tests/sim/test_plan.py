@@ -439,6 +439,15 @@ def test_time_without_data_is_said_at_the_top(plan: CapacityPlan) -> None:
     assert document(outage)["details"]["traffic"]["covered"] == 0.25
 
 
+def test_restarts_are_said_at_the_top(plan: CapacityPlan) -> None:
+    some = replace(plan, traffic=replace(plan.traffic, restarts=2))
+
+    for said in (text(some), render(some)):
+        assert "ervers were started again, 2 times" in said
+    assert "started again" not in text(plan)
+    assert document(some)["details"]["traffic"]["restarts"] == 2
+
+
 def test_added_misses_have_an_upper_end() -> None:
     assert Misses(num=0, added=0, mended=0).high is None
     assert Misses(num=3000, added=0, mended=0).high == pytest.approx(0.001)

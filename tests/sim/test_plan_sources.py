@@ -76,15 +76,47 @@ def test_scrapes_of_several_servers_add_up_in_one_file_or_in_a_folder(tmp_path: 
     check_the_fleet(traffic_of(read_scrapes(folder), None, SERVING))
 
 
-def test_a_server_that_was_started_again_is_counted_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["counters fell", "another process, busier than the one before"])
+def test_the_time_of_a_restart_is_left_out_and_restarts_are_counted(tmp_path: Path, how: str) -> None:
+    """What a page counts since another process began is no traffic of one interval."""
     path = tmp_path / "day.prom"
-    pages = [f"# scraped {at_s}\n{scrape(at_s)}" for at_s in (BEGIN_S, BEGIN_S + 600)]
-    pages.append(f"# scraped {BEGIN_S + 1200}\n{re.sub(r'(?m) [0-9.]+$', ' 15.0', scrape(BEGIN_S))}")
-    path.write_text("".join(pages))
+    value = " 15.0" if how == "counters fell" else " 9e9"
+
+    def page(at_s: int) -> str:
+        after = at_s > 600
+        text = scrape(BEGIN_S + at_s)
+        if after:
+            text = re.sub(r"(?m)(success_total.*) [0-9.]+$", rf"\1{value}", text)
+        return (
+            f"# scraped {BEGIN_S + at_s}\n{text}process_start_time_seconds {BEGIN_S + 601 if after else 5}\n"
+        )
+
+    path.write_text("".join(page(at_s) for at_s in (0, 600, 660)))
 
     metered = read_scrapes(path)
 
-    assert [num for _, _, num, _ in metered.intervals] == pytest.approx([240.0, 30.0])
+    assert [num for _, _, num, _ in metered.intervals] == pytest.approx([240.0])
+    assert metered.histograms["prompt"].num == pytest.approx(240.0)
+    assert metered.restarts == 1
+    assert traffic_of(metered, None, SERVING).restarts == 1
+
+
+def test_an_address_behind_which_servers_take_turns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "day.prom"
+    pages = [
+        f"# scraped {BEGIN_S + 60 * n} http://balancer:8000\n{scrape(BEGIN_S + 60 * n + 600 * (n % 2))}"
+        for n in range(20)
+    ]
+    path.write_text("".join(pages))
+
+    with pytest.raises(ConfigError, match=r"9 of 19 times.*balancer.*each server at its own address"):
+        traffic_of(read_scrapes(path), None, SERVING)
+
+
+def test_prometheus_behind_a_balancer_is_refused_and_few_restarts_are_counted() -> None:
+    assert ask(stand_in(restarts=2), ASKED).restarts == 2
+    with pytest.raises(ConfigError, match=r"40 of 480 times.*balancer"):
+        ask(stand_in(restarts=40), ASKED)
 
 
 @pytest.mark.parametrize("failed", ["", scrape(BEGIN_S + 120).split("vllm:request_success")[0]])
