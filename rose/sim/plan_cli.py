@@ -62,7 +62,7 @@ def plan(
         str, typer.Option(help="Its end: 'now', or a moment like 2026-11-20T00:00+00:00.")
     ] = "now",
     step: Annotated[
-        int, typer.Option(help="Seconds between two points; at least your scrape interval.")
+        int, typer.Option(help="Seconds between two points; at least four times your scrape interval.")
     ] = 300,
     prometheus_token_file: Annotated[
         Path | None, typer.Option(help="A file with a bearer token for Prometheus.")

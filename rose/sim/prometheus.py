@@ -43,6 +43,8 @@ MAX_SERIES = 10_000
 MAX_MATCH = 1000
 TIMEOUT_S = 120.0
 MIN_STEP_S = 15
+MIN_HELD = 4
+"""Scrapes in a step: of one nothing can have risen, and one or two may fail or lie just outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,7 @@ async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Me
         "requests": f"sum(increase({REQUESTS}{where}[{step}]))",
         "engines": f"count({RUNNING}{where})",
         "kv_use": f"avg({KV_USE}{where})",
+        "held": f"max(count_over_time({ONE_AN_ENGINE}{where}[{step}]))",
     }
     at_end = {
         "queried": f"sum(increase({QUERIES}{where}[{whole}]))",
@@ -168,6 +171,13 @@ async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict
 def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
     source = f"{asked.url}, {asked.hours:g} h to {asked.end_s:.0f}"
     metered = Metered(source=source, asked_s=int(asked.hours * 3600 / asked.step_s) * asked.step_s)
+    held = max((value for _, value in _points(answers["held"])), default=0.0)
+    if 0 < held < MIN_HELD:
+        raise ConfigError(
+            f"{asked.step_s} s hold {held:.0f} scrape{'s' if held > 1 else ''}, too few to tell what rose in each",
+            field="--step",
+            fix=f"at least {math.ceil(MIN_HELD * asked.step_s / held)}: {MIN_HELD} times your scrape interval",
+        )
     requests = _points(answers["requests"])
     if not requests:
         raise ConfigError(

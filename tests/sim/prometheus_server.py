@@ -72,7 +72,7 @@ def _answer(
 ) -> list[dict[str, object]]:
     """What Prometheus says to the forms of query that ROSE sends."""
     found = re.fullmatch(
-        r'(sum|count|avg)(?: by \((le|model_name)\))? ?\((?:(increase|resets|count_over_time)\()?([a-z0-9:_]+)\{job="vllm"\}(?:\[(\d+)s\]\))?\)',
+        r'(sum|count|avg|max)(?: by \((le|model_name)\))? ?\((?:(increase|resets|count_over_time)\()?([a-z0-9:_]+)\{job="vllm"\}(?:\[(\d+)s\]\))?\)',
         query,
     )
     assert found is not None, query
@@ -88,7 +88,7 @@ def _answer(
         elif over == "resets":
             value = restarts
         elif over == "count_over_time":
-            value = 2 * int(window) // SCRAPED_S
+            value = (1 if query.startswith("max") else 2) * int(window) // SCRAPED_S
         elif query.startswith("count"):
             value = engines
         answers.append({"metric": {"le": bound} if by else {}, "value": [at_s, str(value)]})

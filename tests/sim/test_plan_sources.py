@@ -368,6 +368,12 @@ def test_and_so_does_the_real_one(tmp_path: Path) -> None:
         check_the_fleet(traffic_of(read_prometheus(replace(ASKED, url=url)), None, SERVING))
 
 
+def test_a_step_that_holds_too_few_scrapes_is_refused_with_one_that_holds_enough() -> None:
+    """Of a step with one scrape nothing can have risen: it was called a fleet without such metrics."""
+    with pytest.raises(ConfigError, match=r"--step: 45 s hold 3 scrapes.*at least 60"):
+        ask(stand_in(), replace(ASKED, step_s=45))
+
+
 def test_a_token_is_sent_and_its_lack_is_named() -> None:
     check_the_fleet(ask(stand_in(token="secret"), replace(ASKED, token="secret")))
     with pytest.raises(ConfigError, match=r"answered 401.*--prometheus-token-file"):
