@@ -32,6 +32,8 @@ class CellResult:
     tpot_s: tuple[float, ...]
     cuts_per_min: float
     lent_share: float
+    serving_kv: float
+    """Share of its KV memory that production's requests hold, on average."""
     late: Mapping[int, float]
     """See :class:`rose.sim.world.SimResult`; likewise the next."""
     arrived_s: Floats
@@ -108,7 +110,8 @@ def run_dedicated(scenario: Scenario, seed: int, engines: int) -> CellResult:
 def measure(run: SimResult, load: float, warm_s: float) -> CellResult:
     """What happened after ``warm_s``."""
     fleet = run.scenario.fleet
-    before = next((sample for sample in run.samples if sample.at_s >= warm_s), None)
+    warm = [sample for sample in run.samples if sample.at_s >= warm_s]
+    before = warm[0] if warm else None
     first = before.sampled if before is not None else (0, 0)
     last = (run.counters.sampled["dedicated"], run.counters.sampled["harvested"])
     begin_s = before.at_s if before is not None else 0.0
@@ -126,6 +129,7 @@ def measure(run: SimResult, load: float, warm_s: float) -> CellResult:
         tpot_s=tuple(value for _, value in tpot),
         cuts_per_min=run.counters.cuts / run.duration_s * 60.0 / max(1, fleet.serving),
         lent_share=float(np.mean([sample.lent_share for sample in run.samples])) if run.samples else 0.0,
+        serving_kv=float(np.mean([sample.serving_kv for sample in warm])) if warm else 0.0,
         late=run.late,
         arrived_s=run.arrived_s,
         duration_s=run.duration_s,

@@ -118,6 +118,8 @@ class PlanCell:
     tpot_p99_ms: float
     alone_tpot_p99_ms: float
     cuts_per_min: float
+    alone_kv: float
+    """Share of its KV memory that production holds without rollouts, on average."""
     busy: float
     """Share of the time in which a step of production is under way, without rollouts."""
     own: float
@@ -574,6 +576,7 @@ def cell_of(
         tpot_p99_ms=p99_ms(0, "tpot_s"),
         alone_tpot_p99_ms=p99_ms(1, "tpot_s"),
         cuts_per_min=float(np.mean([rose.cuts_per_min for rose, _ in pairs])),
+        alone_kv=float(np.mean([alone.serving_kv for _, alone in pairs])),
         busy=float(np.mean([alone.serving_busy for _, alone in pairs])),
         own=own,
         alone_missed=sum(alone.missed for _, alone in pairs) / num if num else 0.0,

@@ -13,6 +13,7 @@ from rose.sim.plan_words import (
     COMPARED,
     NAMES,
     NONE_JUDGED,
+    alone_kv,
     answer,
     document,
     in_flight,
@@ -397,8 +398,9 @@ def _basis(plan: CapacityPlan) -> str:
     if traffic.kv_use is not None:
         entries.append(
             (
-                "production's KV memory, as read",
-                f"{traffic.kv_use[0]:.0%} on average, at most {traffic.kv_use[1]:.0%}",
+                "production's KV memory in use",
+                f"as read {traffic.kv_use[0]:.0%} on average, at most {traffic.kv_use[1]:.0%}; {alone_kv(plan):.0%} simulated without rollouts at the "
+                f"average stretch, {alone_kv(plan, 'busy'):.0%} at the busiest",
             )
         )
     if traffic.hit_share is not None:

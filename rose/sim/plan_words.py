@@ -13,6 +13,8 @@ NAMES = {"quiet": "quietest", "mean": "average", "busy": "busiest"}
 COVERED = 0.98
 """Data of less of the time than this is said."""
 NONE_JUDGED = "no request judged"
+KV_FAR = 0.1
+"""KV memory in use, as read and as simulated, further apart than this is said to be."""
 FAR = 0.25
 """A simulated P99 further than this from the fleet's own is said to be."""
 COMPARED = (("ttft", "time to the first token"), ("tpot", "mean per output token"))
@@ -102,7 +104,17 @@ def warnings(plan: CapacityPlan) -> list[str]:
             f"servers were started again, {traffic.restarts} time{'s' if traffic.restarts > 1 else ''} while this was counted; if they were not, the "
             "address is a balancer's, and the traffic is not what is stated here"
         )
+    if traffic.kv_use is not None and traffic.kv_use[0] - alone_kv(plan) > KV_FAR:
+        found.append(
+            f"production has more of its KV memory in use than is simulated ({traffic.kv_use[0]:.0%} as read, {alone_kv(plan):.0%}), so less can be "
+            "lent than is simulated"
+        )
     return found
+
+
+def alone_kv(plan: CapacityPlan, window: str = "mean") -> float:
+    """Share of its KV memory that simulated production holds without rollouts."""
+    return next(cell.alone_kv for cell in plan.judged if cell.window == window)
 
 
 def matters_most(plan: CapacityPlan) -> str:
@@ -277,6 +289,12 @@ def far_off(plan: CapacityPlan) -> list[str]:
                 f"step times: your P99 of the {name} is {seen:.0f} ms, the simulated one {made:.0f} ms at the busiest; "
                 "`rose profile` gives serving.profile"
             )
+    use = plan.traffic.kv_use
+    if use is not None and abs(use[0] - alone_kv(plan)) > KV_FAR:
+        lines.append(
+            f"production's memory: on average it has {use[0]:.0%} of its KV memory in use as read, {alone_kv(plan):.0%} as simulated; state its model, "
+            "device, GPUs per engine and fleet.reserve_gb (what --gpu-memory-utilization leaves out is no KV memory)"
+        )
     return lines
 
 

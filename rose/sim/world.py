@@ -50,6 +50,8 @@ class FleetState:
     serving_running: int
     lent_share: float
     held_share: float
+    serving_kv: float
+    """Share of its KV memory that production's requests hold."""
     harvested_engines: int
     sampled: tuple[int, int]
     """Tokens so far on dedicated and on other engines."""
@@ -427,7 +429,9 @@ class SimWorld(Hooks):
                     lent += node.device.lend_pages
                     held += node.device.rollout_pages
                     total += node.device.total_pages
-        running = sum(device.serving.running for device in self.serving_devices if device.serving is not None)
+        serving = self.serving_devices
+        whole = sum(device.total_pages for device in serving)
+        running = sum(device.serving.running for device in serving if device.serving is not None)
         self.samples.append(
             FleetState(
                 at_s=now_s,
@@ -437,6 +441,7 @@ class SimWorld(Hooks):
                 serving_running=running,
                 lent_share=lent / total if total else 0.0,
                 held_share=held / total if total else 0.0,
+                serving_kv=sum(device.serving_pages for device in serving) / whole if whole else 0.0,
                 harvested_engines=engines,
                 sampled=(
                     self.cluster.counters.sampled["dedicated"],

@@ -87,6 +87,7 @@ def cell(window: str, headroom: float, worth: float, late: int) -> PlanCell:
         tpot_p99_ms=20.0,
         alone_tpot_p99_ms=15.0,
         cuts_per_min=0.1,
+        alone_kv=0.1,
         busy=0.2,
         own=0.15,
         alone_missed=0.02,
@@ -413,12 +414,33 @@ def test_a_request_s_mean_per_token_is_compared_and_the_time_between_two_tokens_
     plan: CapacityPlan,
 ) -> None:
     made = max(each.alone_tpot_p99_ms for each in plan.judged)
-    same = replace(plan, traffic=replace(plan.traffic, observed_ms={"tpot_p99": made, "itl_p99": 9 * made}))
-    slow = replace(plan, traffic=replace(plan.traffic, observed_ms={"tpot_p99": 9 * made, "itl_p99": made}))
+    same = replace(
+        plan, traffic=replace(plan.traffic, kv_use=None, observed_ms={"tpot_p99": made, "itl_p99": 9 * made})
+    )
+    slow = replace(
+        plan, traffic=replace(plan.traffic, kv_use=None, observed_ms={"tpot_p99": 9 * made, "itl_p99": made})
+    )
 
     assert far_off(same) == []
     assert "your P99 of the mean per output token" in far_off(slow)[0]
     assert f"{9 * made:.0f} ms as read; steps are simulated, but" in render(same)
+
+
+def test_memory_that_production_has_in_use_is_compared(plan: CapacityPlan) -> None:
+    """A fleet that was read 85 % full was lent as if it were as empty as the simulated one."""
+    made = next(each.alone_kv for each in plan.judged if each.window == "mean")
+    assert 0 < made < 0.2
+    same, full = (
+        replace(plan, traffic=replace(plan.traffic, observed_ms={}, kv_use=(use, use)))
+        for use in (made, 0.85)
+    )
+
+    assert far_off(same) == []
+    assert "85% of its KV memory in use" in far_off(full)[0]
+    for said in (text(full), render(full)):
+        assert "less can be lent than is simulated" in said
+    assert "less can be lent" not in text(same)
+    assert f"{made:.0%} simulated without rollouts" in render(same)
 
 
 def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: CapacityPlan) -> None:
