@@ -21,6 +21,7 @@ from rose.train.build import torch_trainer
 from rose.train.env_manager import EnvManager, eval_job, family_of
 from rose.train.envs.base import Task
 from rose.train.evaluation import EvalEpisode, Part, parts_of, told_of
+from rose.train.export import Which
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport
@@ -323,8 +324,9 @@ class Actors:
         await answer_of(self._trainer.note_success.remote(told["success_rate"]))
         return {"version": version, **told}
 
-    async def export(self, target: Path) -> None:
-        await answer_of(self._trainer.export.remote(target))
+    async def export(self, target: Path, which: Which) -> str:
+        """See :func:`rose.train.export.export_of`."""
+        return await answer_of(self._trainer.export.remote(target, which))
 
 
 class RayRewardWorker:

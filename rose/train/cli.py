@@ -43,6 +43,8 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     with Screen(job, console) as screen:
         watch_s = _WATCH_S if console.is_terminal else None
         result = run_training(job, tokens, progress=screen.show, watch_s=watch_s)
+    if result.exported:
+        console.print(f"exported: {job.output_dir / 'model'}, {result.exported}")
     if result.success_last is None:
         console.print(f"nothing left to do: {result.num_steps} steps are done in {job.output_dir}")
         return 0

@@ -70,6 +70,8 @@ class RunResult:
     success_last: float | None
     success_held_out: float | None = None
     """Of the last evaluation, if there was one."""
+    exported: str = ""
+    """Which weights ``output_dir/model`` holds, in words; empty: none were exported."""
 
 
 def run_training(
@@ -185,8 +187,10 @@ async def _steps(
                         await end_evaluation()
         finally:
             await end_evaluation(drop=True)
+        exported = ""
         if config.export and actors.step >= config.num_steps:
-            await actors.export(config.output_dir / "model")
+            which = "best" if config.export == "best" else "last"
+            exported = await actors.export(config.output_dir / "model", which)
     return RunResult(
         num_steps=actors.step,
         attempt=actors.attempt,
@@ -194,6 +198,7 @@ async def _steps(
         success_first=curve[0] if curve else None,
         success_last=curve[-1] if curve else None,
         success_held_out=held_out,
+        exported=exported,
     )
 
 

@@ -311,8 +311,9 @@ class TrainConfig(Section):
     eval: EvalSettings = EvalSettings()
     lend: LendSettings = LendSettings()
     log: LogSettings = LogSettings()
-    export: bool = False
-    """Write ``output_dir/model``, a Hugging Face checkpoint, when the last step is done."""
+    export: bool | Literal["last", "best"] = False
+    """Write ``output_dir/model``, a Hugging Face checkpoint, when the last step is done: of the last weights (``true`` too), or of the best checkpoint
+    (``trainer.guard.keep_best``), and of the last where none was noted as such."""
     ray: RaySettings = RaySettings()
 
     @model_validator(mode="after")
@@ -334,6 +335,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"trainer.warmup_steps ({self.trainer.warmup_steps}) exceeds num_steps ({self.num_steps})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> Self:
+        if self.export == "best" and not self.trainer.guard.keep_best:
+            raise ValueError('export = "best" needs trainer.guard.keep_best = true')
         return self
 
     @property

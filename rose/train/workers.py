@@ -41,6 +41,7 @@ from rose.train.build import make_publisher, torch_trainer, weight_store
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.constrained import FIX, constraints_on, own_constraints
+from rose.train.export import Which, export_of
 from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
 from rose.train.train_config import TrainConfig
 
@@ -383,9 +384,9 @@ class TrainWorker:
         await self._settle(wait=True)
         await self._note(self._trainer.step_index, success)
 
-    async def export(self, target: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
-        await asyncio.to_thread(self._trainer.export, target)
+    async def export(self, target: Path, which: Which) -> str:
+        """See :func:`rose.train.export.export_of`."""
+        return await asyncio.to_thread(export_of, self._trainer, self._directory, target, which)
 
     async def pin(self, job: str) -> str:
         """Let no worker below the current weights take a turn of ``job``; returns their version."""

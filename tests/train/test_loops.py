@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rose.auth import Tokens
+from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.errors import CapacityError, ConfigError, TrainError
 from rose.lineage import parse_version
@@ -443,6 +445,31 @@ async def test_the_checkpoint_of_the_best_steps_is_kept(world: World) -> None:
     kept = {path.name for path in folder.glob("step-*")}
     assert {best[0], "step-000008.1"} <= kept
     assert len(kept) <= 2
+
+
+async def test_the_best_checkpoint_is_exported_also_of_a_run_that_is_over(world: World) -> None:
+    _, config, result = await run(world, {}, num_steps=2, export="best")
+    folder = config.output_dir / "checkpoints"
+    assert checkpoints.best_of(folder) is None  # too few steps to say
+    assert result.exported == "the weights of step 2, the last: no checkpoint was noted as the best"
+
+    (folder / "best.json").write_text('{"checkpoint": "step-000001.1", "success": 0.75}')
+    _, _, result = await run(world, {}, num_steps=2, export="best")
+    assert result.exported == "step-000001.1, the best (success 0.75)"
+    exported = load_file(config.output_dir / "model" / "model.safetensors")
+    masters = {f"weights/{name}": torch.empty(tensor.shape) for name, tensor in exported.items()}
+    for name, equal in (("step-000001.1", True), ("step-000002.1", False)):
+        checkpoints.read_into(masters, folder / name)
+        same = [torch.equal(masters[f"weights/{one}"].bfloat16(), tensor) for one, tensor in exported.items()]
+        assert all(same) == equal, name
+
+
+def test_who_keeps_no_best_cannot_export_it() -> None:
+    table = {"model": "m", "weights": {"directory": "w"}, "trainer": {"learning_rate": 1.0}, "export": "best"}
+    assert validate(TrainConfig, table).export == "best"
+    table["trainer"] = {"learning_rate": 1.0, "guard": {"keep_best": False}}
+    with pytest.raises(ConfigError, match=r"export = \"best\" needs trainer\.guard\.keep_best"):
+        validate(TrainConfig, table)
 
 
 # --- the trainer's device ---
