@@ -15,6 +15,7 @@ All input is hostile: lengths of lines, pages, series and files are bounded, and
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ MAX_LINE_BYTES = 1 << 16
 MAX_PAGES = 1_000_000
 MAX_SERIES = 1_000_000
 MAX_ENGINES = 16_384
-MAX_COUNT = 1e12
+MAX_NAMES = 1000
+MAX_COUNT = 1e18
+"""Of tokens, over a fleet and a year, with room."""
 GAP = 3
 """An interval this many times as long as the usual one is taken for time without data: nobody knows what came when in it."""
 FEW_RESTARTS = (2, 0.05)
@@ -208,11 +211,19 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
     longest_s = GAP * float(np.median([high - low for low, high, _, _ in spans]))
     spans = [span for span in spans if span[1] - span[0] <= longest_s]
     prompts, outputs = metered.histograms["prompt"], metered.histograms["output"]
-    if sum(span[2] for span in spans) < 1 or prompts.num < 1 or outputs.num < 1:
+    ended = sum(span[2] for span in spans)
+    for kind, histogram in (("prompt", prompts), ("output", outputs)):
+        if ended >= 1 > histogram.num:
+            raise ConfigError(
+                f"{ended:.0f} requests ended, but no {HISTOGRAMS[kind]} was counted of them",
+                field=metered.source,
+                fix=f"keep the buckets of {HISTOGRAMS[kind]} in what is scraped, under vLLM's own name",
+            )
+    if ended < 1:
         raise ConfigError(
             "no request ended while it lasts",
             field=metered.source,
-            fix=f"{REQUESTS} and the histograms of lengths must rise: scrape servers that have traffic",
+            fix=f"{REQUESTS} must rise: scrape servers that have traffic",
         )
     points = np.unique(np.array([moment for low, high, _, _ in spans for moment in (low, high)]))
     changes = np.zeros((2, len(points)))
@@ -365,7 +376,9 @@ def read_scrapes(path: Path) -> Metered:
     last: dict[str, _Page] = {}
     seen: dict[str, tuple[int, int]] = {}
     first_s = math.inf
-    for page in _pages(path):
+    names: set[str] = set()
+    has_some = False
+    for page in _pages(path, names):
         before = last.get(page.server)
         if before is not None and page.at_s < before.at_s:
             raise ConfigError(
@@ -378,6 +391,7 @@ def read_scrapes(path: Path) -> Metered:
             raise ConfigError(
                 "lies too long after the first", field=page.where, fix=f"at most {MAX_TRACE_DAYS} days"
             )
+        has_some = has_some or bool(page.counters or page.engines)
         if not _is_whole(page, before):
             continue
         if before is not None and page.at_s > before.at_s:
@@ -388,6 +402,13 @@ def read_scrapes(path: Path) -> Metered:
             metered.kv_use.append(sum(page.kv_use) / len(page.kv_use))
         last[page.server] = page
     if not last:
+        if names or has_some:
+            near = difflib.get_close_matches(REQUESTS, sorted(names), 1)
+            raise ConfigError(
+                f"has no {REQUESTS}" + (f", but {near[0]!r}" if near else ""),
+                field=str(path),
+                fix="pages as vLLM's GET /metrics answers them, under vLLM's own names",
+            )
         raise ConfigError(
             "holds no page of vLLM's metrics",
             field=str(path),
@@ -449,7 +470,10 @@ def _between(metered: Metered, before: _Page, page: _Page) -> bool:
     return False
 
 
-def _pages(path: Path) -> Iterator[_Page]:
+def _pages(path: Path, names: set[str]) -> Iterator[_Page]:
+    """Args:
+    names: Gets names of vLLM's metrics, for the case that the one which is needed is not among them.
+    """
     reader = _Reader()
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
     num_bytes = num_pages = 0
@@ -478,6 +502,8 @@ def _pages(path: Path) -> Iterator[_Page]:
                         fix="put '# scraped SECONDS' before each page: echo \"# scraped $(date +%s)\"",
                     )
                 reader.take(page, line, where)
+            elif line.startswith("vllm") and len(names) < MAX_NAMES:
+                names.add(line.partition(" ")[0].partition("{")[0][:80])
         if page is not None:
             yield page
 

@@ -36,6 +36,7 @@ from rose.wire.http_client import ask, open_client
 FIELD = "--prometheus"
 ONE_AN_ENGINE = f"{HISTOGRAMS['prompt']}_sum"
 """A counter of which each engine has one series."""
+NEAR = 'count by (__name__) ({__name__=~"vllm.request_success.*"})'
 MAX_POINTS = 11_000
 """Prometheus answers no more for one series."""
 MAX_ANSWER_BYTES = 32 << 20
@@ -138,7 +139,37 @@ async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Me
                 route, when = "query", {"time": f"{asked.end_s:.0f}"}
             answers[name] = await _ask(client, asked.url, route, {"query": query, **when})
             progress((number + 1) / (len(over_time) + len(at_end)))
+        _check_step(asked, answers["held"])
+        if not _points(answers["requests"]):
+            near = await _ask(client, asked.url, "query", {"query": NEAR, "time": f"{asked.end_s:.0f}"})
+            raise _missing(asked, [str(_in(_in(each, "metric"), "__name__")) for each in near])
     return _metered(asked, answers)
+
+
+def _check_step(asked: PrometheusQuery, answer: list[Any]) -> None:
+    held = max((value for _, value in _points(answer)), default=0.0)
+    if 0 < held < MIN_HELD:
+        raise ConfigError(
+            f"{asked.step_s} s hold {held:.0f} scrape{'s' if held > 1 else ''}, too few to tell what rose in each",
+            field="--step",
+            fix=f"at least {math.ceil(MIN_HELD * asked.step_s / held)}: {MIN_HELD} times your scrape interval",
+        )
+
+
+def _missing(asked: PrometheusQuery, near: list[str]) -> ConfigError:
+    """Args:
+    near: Names of what may be the counter of requests, whatever its labels.
+    """
+    found = ""
+    if REQUESTS in near:
+        found = "; there is one without --match, --hours and --end"
+    elif near:
+        found = f"; there is {near[0][:80]!r}: its name was changed on the way"
+    return ConfigError(
+        f"has no {REQUESTS}{{{asked.match}}} in these {asked.hours:g} hours{found}",
+        field=FIELD,
+        fix="check --match, --end and --hours; the server must scrape vLLM's /metrics and keep vLLM's names",
+    )
 
 
 async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict[str, str]) -> list[Any]:
@@ -171,20 +202,7 @@ async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict
 def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
     source = f"{asked.url}, {asked.hours:g} h to {asked.end_s:.0f}"
     metered = Metered(source=source, asked_s=int(asked.hours * 3600 / asked.step_s) * asked.step_s)
-    held = max((value for _, value in _points(answers["held"])), default=0.0)
-    if 0 < held < MIN_HELD:
-        raise ConfigError(
-            f"{asked.step_s} s hold {held:.0f} scrape{'s' if held > 1 else ''}, too few to tell what rose in each",
-            field="--step",
-            fix=f"at least {math.ceil(MIN_HELD * asked.step_s / held)}: {MIN_HELD} times your scrape interval",
-        )
     requests = _points(answers["requests"])
-    if not requests:
-        raise ConfigError(
-            f"has no {REQUESTS}{{{asked.match}}} in these {asked.hours:g} hours",
-            field=FIELD,
-            fix="check --match, --end and --hours; the server must scrape vLLM's /metrics",
-        )
     models = {str(_in(_in(each, "metric"), "model_name")): [each] for each in answers["models"]}
     check_models(
         [model for model, each in models.items() if _number(each) >= 1],
@@ -207,7 +225,8 @@ def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
         for series in answers[kind]:
             bound = _float(_in(_in(series, "metric"), "le"))
             if bound is not None:
-                cumulative[bound] = _number([series])
+                # One bound may be written in two ways: 1000 and 1000.0.
+                cumulative[bound] = cumulative.get(bound, 0.0) + _number([series])
         histogram.add(cumulative)
         histogram.total = _number(answers[f"{kind}_sum"])
     return metered

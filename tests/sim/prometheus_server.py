@@ -102,11 +102,13 @@ async def stand_in(
     engines: Callable[[float], int] = lambda since_s: 2,
     silent_s: tuple[float, float] = (0.0, 0.0),
     restarts: int = 0,
+    has: str = "",
 ) -> AsyncIterator[str]:
     """The two routes that ROSE uses; the contract tests hold it to the real program.
 
     Args:
         engines: Of the seconds since the beginning; the requests of all stay as many.  0: none has that metric.
+        has: The name under which the requests are found, where those asked for are not.
         silent_s: From and to: no points are known, but for the end (as where nothing was scraped).
     """
 
@@ -114,6 +116,10 @@ async def stand_in(
         if token and request.headers.get("Authorization") != f"Bearer {token}":
             return web.Response(status=401)
         asked = request.query
+        if has:
+            is_asked = asked["query"] == 'count by (__name__) ({__name__=~"vllm.request_success.*"})'
+            result = [{"metric": {"__name__": has}, "value": [0, "2"]}] if is_asked else []
+            return web.json_response({"status": "success", "data": {"result": result}})
         if request.path.endswith("query"):
             result = _answer(asked["query"], float(asked["time"]), models, restarts=restarts)
         else:

@@ -305,6 +305,7 @@ def test_a_wrong_line_of_a_scrape_is_named(tmp_path: Path, text: str, line: int,
     [
         ("", "no page of vLLM"),
         ("# scraped 10\n# scraped 70\n", "no page of vLLM"),
+        ("# scraped 10\nvllm:num_requests_running 5\n", "no vllm:request_success_total"),
         ("# scraped 10\nvllm:request_success_total 5\n", "no two scrapes"),
         (f"# scraped 10\n{scrape(BEGIN_S)}# scraped 70\n{scrape(BEGIN_S)}", "no request ended"),
     ],
@@ -316,6 +317,21 @@ def test_scrapes_that_say_nothing_are_refused(tmp_path: Path, text: str, match: 
     with pytest.raises(ConfigError, match=match) as caught:
         traffic_of(read_scrapes(path), None, SERVING)
     assert str(path) in str(caught.value)
+
+
+def test_metrics_of_other_names_are_named(tmp_path: Path) -> None:
+    """As a relabelling proxy or another version has them: the message was that nothing rose, or no page was there."""
+    path = tmp_path / "day.prom"
+    whole = hour(path).read_text()
+    for old, new, match in (
+        ("vllm:", "vllm_", r"no vllm:request_success_total.*'vllm_request_success_total'"),
+        ("request_success_total", "finished_total", r"no vllm:request_success_total.*under vLLM's own names"),
+        ("vllm:request_prompt_tokens", "x", r"requests ended.*no vllm:request_prompt_tokens"),
+        ("vllm:request_generation_tokens", "x", "requests ended.*no vllm:request_generation_tokens"),
+    ):
+        path.write_text(whole.replace(old, new))
+        with pytest.raises(ConfigError, match=match):
+            traffic_of(read_scrapes(path), 2, SERVING)
 
 
 def test_series_pages_and_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +381,23 @@ def test_prometheus_gives_the_same_as_the_scrapes_that_it_has_made() -> None:
 @pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (apt-get install prometheus)")
 def test_and_so_does_the_real_one(tmp_path: Path) -> None:
     with real(tmp_path) as url:
-        check_the_fleet(traffic_of(read_prometheus(replace(ASKED, url=url)), None, SERVING))
+        traffic = traffic_of(read_prometheus(replace(ASKED, url=url)), None, SERVING)
+        with pytest.raises(ConfigError, match="there is one without --match"):
+            read_prometheus(replace(ASKED, url=url, match='job="other"'))
+    check_the_fleet(traffic)
+    assert traffic.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("has", "match"),
+    [
+        ("vllm_request_success_total", "there is 'vllm_request_success_total': its name was changed"),
+        ("vllm:request_success_total", "there is one without --match"),
+    ],
+)
+def test_what_prometheus_has_instead_is_named(has: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has no vllm:request_success_total.*{match}"):
+        ask(stand_in(has=has), replace(ASKED, match='job="other"'))
 
 
 def test_a_step_that_holds_too_few_scrapes_is_refused_with_one_that_holds_enough() -> None:
