@@ -324,7 +324,7 @@ class _Reader:
         try:
             value = float(text)
         except ValueError:
-            raise ConfigError(f"'{text[:40]}' is not a number", field=where) from None
+            raise ConfigError(f"{text[:40]!r} is not a number", field=where) from None
         if not 0 <= value <= MAX_COUNT:
             raise ConfigError(f"{metric} is {value:g}, outside 0 to {MAX_COUNT:g}", field=where)
         if metric == "bucket":
@@ -346,7 +346,13 @@ class _Reader:
             metric, kind = self._by_metric.get(sample.name, (sample.name, ""))
             bound = float(sample.labels["le"]) if metric == "bucket" else 0.0
         except (ValueError, KeyError):
-            raise ConfigError(f"'{head[:60]}' is no line of a metrics page", field=where) from None
+            raise ConfigError(f"{head[:60]!r} is no line of a metrics page", field=where) from None
+        if sample.timestamp is not None:
+            raise ConfigError(
+                f"a time stands behind its value: {head[:60]!r}",
+                field=where,
+                fix="pages as vLLM's GET /metrics answers them, not as another server federates them",
+            )
         if math.isnan(bound):
             raise ConfigError("le is not a number", field=where)
         model = sample.labels.get("model_name")
@@ -362,7 +368,7 @@ def check_models(models: Collection[str], field: str, fix: str) -> None:
         ConfigError: There are several: a sum over them is the traffic of no engine.
     """
     if len(models) > 1:
-        names = ", ".join(f"'{model[:40]}'" for model in sorted(models)[:3])
+        names = ", ".join(f"{model[:40]!r}" for model in sorted(models)[:3])
         raise ConfigError(f"holds more than one model: {names}", field=field, fix=fix)
 
 
@@ -415,7 +421,7 @@ def read_scrapes(path: Path) -> Metered:
             fix="what GET /metrics answers, each behind a line '# scraped SECONDS [SERVER]'",
         )
     for server, (restarts, intervals) in seen.items():
-        check_restarts(restarts, intervals, f"{path} {server[:200]}".rstrip())
+        check_restarts(restarts, intervals, f"{path} {server[:200]!r}" if server else str(path))
         metered.restarts += restarts
     return metered
 
@@ -532,7 +538,7 @@ def _begin(line: str, where: str) -> _Page:
         at_s = math.nan
     if not 0 <= at_s <= LATEST_S:
         raise ConfigError(
-            f"'{line.strip()[:60]}' does not say when",
+            f"{line.strip()[:60]!r} does not say when",
             field=where,
             fix="'# scraped SECONDS [SERVER]', seconds since 1970",
         )

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -135,9 +135,15 @@ async def stand_in(
             result = [{"metric": {}, "values": values}]
         return web.json_response({"status": "success", "data": {"result": result}})
 
+    async with answering(query) as url:
+        yield url
+
+
+@asynccontextmanager
+async def answering(handler: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """A server that answers everything by it; its address."""
     app = web.Application()
-    app.router.add_get("/api/v1/query", query)
-    app.router.add_get("/api/v1/query_range", query)
+    app.router.add_get("/{path:.*}", handler)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -19,7 +19,7 @@ from rose.sim.metrics_source import HISTOGRAMS, Histogram, Metered, read_scrapes
 from rose.sim.prometheus import PrometheusQuery, read_prometheus
 from rose.sim.scenario import ServingSection
 from rose.sim.traffic import Traffic, from_trace, generated
-from tests.sim.prometheus_server import BEGIN_S, PROGRAM, SPAN_S, real, scrape, stand_in
+from tests.sim.prometheus_server import BEGIN_S, PROGRAM, SPAN_S, answering, real, scrape, stand_in
 
 SERVING = ServingSection()
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -285,6 +285,10 @@ def test_prometheus_gaps_are_cut_out_and_its_engines_change() -> None:
         ("# scraped 10\nvllm:request_success_total nan\n", 2, "outside 0"),
         ("# scraped 10\nvllm:request_success_total -1\n", 2, "outside 0"),
         ("# scraped 10\nvllm:request_success_total many\n", 2, "not a number"),
+        ("# scraped 10\nvllm:request_success_total 5 1700000000\n", 2, "a time stands behind its value"),
+        ('# scraped 10\nvllm:request_success_total{a="b c"} 5 1700000000000\n', 2, "a time stands behind"),
+        ("# scraped 10\nvllm:request_success_total \x1b[31m\n", 2, r"'\\x1b\[31m' is not a number"),
+        ("# scraped \x1b[31m\n", 1, r"\\x1b\[31m' does not say when"),
         ("# scraped 10\nvllm:request_success_total{a=\n", 2, "no line of a metrics page"),
         ('# scraped 10\nvllm:request_prompt_tokens_bucket{le="x"} 1\n', 2, "no line of a metrics page"),
         ("# scraped 10\n# scraped 99999999\n", 2, "too long after"),
@@ -400,6 +404,31 @@ def test_what_prometheus_has_instead_is_named(has: str, match: str) -> None:
         ask(stand_in(has=has), replace(ASKED, match='job="other"'))
 
 
+def test_bounds_written_in_two_ways_and_the_tokens_of_a_large_fleet_are_counted() -> None:
+    """Servers of two versions: 100 and 100.0 are one bound, and the one had hidden the other."""
+    lengths = {"100": 30.0, "100.0": 50.0, "1000": 60.0, "1000.0": 100.0, "+Inf": 160.0}
+    buckets = [{"metric": {"le": bound}, "value": [0, str(value * 1e11)]} for bound, value in lengths.items()]
+    points = [{"values": [[BEGIN_S + 60 * n, "5"] for n in range(1, 60)]}]
+
+    async def main() -> Metered:
+        async def answer(request: web.Request) -> web.Response:
+            query = request.query["query"]
+            by_le = query.startswith("sum by (le)")
+            one = [{"metric": {}, "value": [0, "3e14"]}]
+            result = points if request.path.endswith("range") else buckets if by_le else one
+            if "resets" in query:
+                result = []
+            return web.json_response({"data": {"result": result}})
+
+        async with answering(answer) as url:
+            return await asyncio.to_thread(read_prometheus, replace(ASKED, url=url))
+
+    read = asyncio.run(main())
+
+    assert read.histograms["prompt"].counts == {(0.0, 100.0): 8e12, (100.0, 1000.0): 8e12}
+    assert read.queried == 3e14
+
+
 def test_a_step_that_holds_too_few_scrapes_is_refused_with_one_that_holds_enough() -> None:
     """Of a step with one scrape nothing can have risen: it was called a fleet without such metrics."""
     with pytest.raises(ConfigError, match=r"--step: 45 s hold 3 scrapes.*at least 60"):
@@ -433,16 +462,8 @@ def test_nonsense_from_a_server_is_refused(body: bytes, match: str) -> None:
         async def answer(request: web.Request) -> web.Response:
             return web.Response(body=body, content_type="application/json")
 
-        app = web.Application()
-        app.router.add_get("/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with answering(answer) as url:
             await asyncio.to_thread(read_prometheus, replace(ASKED, url=url))
-        finally:
-            await runner.cleanup()
 
     with pytest.raises((ConfigError, EngineError), match=match):
         asyncio.run(main())
