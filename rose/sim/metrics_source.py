@@ -257,6 +257,7 @@ def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection
         source=metered.source,
         num_engines=float(num),
         span_s=float(edges[-1]),
+        begin_s=begin_s,
         covered=min(1.0, float(edges[-1]) / max(end_s - begin_s, metered.asked_s)),
         knows_engines=is_known,
         knows_bursts=False,

@@ -59,7 +59,10 @@ def plan(
     ] = "",
     hours: Annotated[float, typer.Option(help="How much of Prometheus' past to read.")] = 24.0,
     end: Annotated[
-        str, typer.Option(help="Its end: 'now', or a moment like 2026-11-20T00:00+00:00.")
+        str,
+        typer.Option(
+            help="Its end: 'now', or a moment like 2026-11-20T00:00+00:00; without a zone it is UTC."
+        ),
     ] = "now",
     step: Annotated[
         int, typer.Option(help="Seconds between two points; at least four times your scrape interval.")
@@ -167,6 +170,12 @@ def load(path: Path | None, overrides: list[str]) -> tuple[Scenario, bool]:
     Raises:
         ConfigError: As :func:`load_scenario`.
     """
+    if any(text.partition("=")[0].strip() == "fleet.dedicated" for text in overrides):
+        raise ConfigError(
+            "has no effect on a plan",
+            field="--set: fleet.dedicated",
+            fix="cells.dedicated: the job's own engines beside cells.serving, in what is simulated",
+        )
     config = load_scenario(path, [*(DEFAULTS if path is None else ()), *overrides])
     if path is None:
         return config, any(text.partition("=")[0].strip() == "fleet.serving" for text in overrides)

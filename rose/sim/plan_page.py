@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def render(plan: CapacityPlan) -> str:
     measure = "".join(f"<li>{_code(line)}</li>" for line in measure_next(plan))
     what, why = answer(plan)
     most = matters_most(plan)
-    load = _section(
-        "Production over time", "Requests per second of one engine, as read.", _over_time(plan, load=True)
-    )
+    hint = "Requests per second of one engine, as read."
+    if plan.traffic.begin_s is not None:
+        hint += f" Begins {datetime.fromtimestamp(plan.traffic.begin_s, UTC):%Y-%m-%d %H:%M} UTC."
+    load = _section("Production over time", hint, _over_time(plan, load=True))
     next_steps = _section(
         "What to measure next", "The first line narrows the answer most.", f"<ol>{measure}</ol>"
     )
@@ -162,7 +164,11 @@ def _tiles(plan: CapacityPlan) -> str:
             f"of {fleet.serving * fleet.serving_gpus}, on average; worth is never more",
         ),
         (
-            "good" if misses.share is not None and misses.share <= SAFE_EXTRA else "bad",
+            "bad"
+            if misses.share is None or misses.share > SAFE_EXTRA
+            else "good"
+            if plan.verdict is RiskVerdict.SAFE
+            else "",
             "limits missed that rollouts add",
             NONE_JUDGED if misses.share is None else f"{misses.share:.3%}",
             "" if misses.high is None else f"of {misses.num:,} requests; at most {misses.high:.2%} (95 %)",
@@ -387,7 +393,8 @@ def _basis(plan: CapacityPlan) -> str:
         ),
         (
             "simulated",
-            f"{scenario.cells.serving} serving engines for {scenario.cells.seconds:g} s at a time, stand for all",
+            f"{scenario.cells.serving} serving engines and {scenario.cells.dedicated} dedicated ones of the job (cells.dedicated; fleet.dedicated "
+            f"has no effect) for {scenario.cells.seconds:g} s at a time, stand for all",
         ),
         (
             "price",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, RiskVerdict, Swing
+from rose.sim.scenario import MAX_CELL_S
 from rose.sim.traffic import Traffic
 from rose.sim.worth import LOADED
 
@@ -239,9 +240,9 @@ def measure_next(plan: CapacityPlan) -> list[str]:
     misses, cells = plan.misses, plan.scenario.cells
     if plan.verdict is RiskVerdict.UNCLEAR and misses.num:
         times = max(2.0, ENOUGH / SAFE_EXTRA / misses.num)
-        found.append(
-            f"more requests: only {misses.num:,} were judged. --set cells.seconds={cells.seconds * times:.0f}, or more traffic per engine"
-        )
+        longer_s = cells.seconds * times
+        how = f"--set cells.seconds={longer_s:.0f}, or more" if longer_s <= MAX_CELL_S else "More"
+        found.append(f"more requests: only {misses.num:,} were judged. {how} traffic per engine")
     missed = plan.judged[-1].alone_missed
     if missed > ALONE_MISSED:
         serving = plan.scenario.serving

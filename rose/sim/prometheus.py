@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -200,7 +201,9 @@ async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict
 
 
 def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
-    source = f"{asked.url}, {asked.hours:g} h to {asked.end_s:.0f}"
+    source = (
+        f"{asked.url}, {asked.hours:g} h to {datetime.fromtimestamp(asked.end_s, UTC):%Y-%m-%d %H:%M} UTC"
+    )
     metered = Metered(source=source, asked_s=int(asked.hours * 3600 / asked.step_s) * asked.step_s)
     requests = _points(answers["requests"])
     models = {str(_in(_in(each, "metric"), "model_name")): [each] for each in answers["models"]}

@@ -15,6 +15,7 @@ from rose.sim.systems import SYSTEMS
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+MAX_CELL_S = 86_400
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME)]
 
@@ -229,9 +230,9 @@ class CellsSection(Section):
 
     serving: int = Field(default=8, ge=1, le=256)
     dedicated: int = Field(default=2, ge=1, le=256)
-    warm_s: float = Field(default=60.0, gt=0, le=86_400)
+    warm_s: float = Field(default=60.0, gt=0, le=MAX_CELL_S)
     """Not counted."""
-    seconds: float = Field(default=180.0, gt=0, le=86_400)
+    seconds: float = Field(default=180.0, gt=0, le=MAX_CELL_S)
     loads: int = Field(default=6, ge=2, le=64)
     """Points between the quietest and the busiest hour."""
     in_flight_per_engine: int = Field(default=12, ge=1, le=256)

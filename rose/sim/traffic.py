@@ -50,6 +50,8 @@ class Traffic(ABC):
     """What was read, for people."""
     num_engines: float
     span_s: float
+    begin_s: float | None = None
+    """When it began, in seconds since 1970; None where that is not known."""
     covered: float = 1.0
     """Share of the time that was read of which there is data; the rest is cut out, and not in ``span_s``."""
     is_measured: bool = True

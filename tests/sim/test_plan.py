@@ -359,6 +359,33 @@ def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: Capacity
     assert "--set cells.seconds=" in measure_next(few)[0]
 
 
+def test_so_few_requests_that_no_cell_is_long_enough_are_given_no_length(few: CapacityPlan) -> None:
+    one = replace(
+        few,
+        judged=tuple(
+            replace(each, misses=Misses(num=int(each.window == "busy"), added=0, mended=0))
+            for each in few.judged
+        ),
+    )
+
+    assert "cells.seconds=" not in measure_next(one)[0]
+    assert "More traffic per engine" in measure_next(one)[0]
+
+
+def test_no_late_request_among_too_few_is_not_shown_as_good(few: CapacityPlan, plan: CapacityPlan) -> None:
+    none = replace(
+        few, judged=tuple(replace(each, misses=Misses(num=9, added=0, mended=0)) for each in few.judged)
+    )
+    tile = '<div class="tile {}"><div class="label">limits missed that rollouts add'
+
+    assert tile.format("") in render(none)
+    assert tile.format("good") in render(replace(none, verdict=RiskVerdict.SAFE))
+
+
+def test_the_page_says_when_it_was(plan: CapacityPlan) -> None:
+    assert "Begins 2023-11-14 22:13 UTC." in render(plan)
+
+
 def test_a_worth_that_is_not_told_is_said_with_what_to_count(plan: CapacityPlan) -> None:
     flat = replace(plan.yardstick, tokens_s=tuple(1000.0 for _ in plan.yardstick.engines))
     untold = replace(

@@ -44,6 +44,7 @@ def run(*arguments: str) -> Callable[[], object]:
         (("--set", "fleet.device=h900"), "--set: fleet.device.*not a known device"),
         (("--scenario", "/none.toml"), "/none.toml.*does not exist"),
         (("--set", "cells.seconds=1e9"), "cells.seconds"),
+        (("--set", "fleet.dedicated=16"), r"--set: fleet.dedicated.*no effect.*cells.dedicated"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_option(arguments: tuple[str, ...], match: str) -> None:

@@ -390,6 +390,7 @@ def test_and_so_does_the_real_one(tmp_path: Path) -> None:
             read_prometheus(replace(ASKED, url=url, match='job="other"'))
     check_the_fleet(traffic)
     assert traffic.restarts == 0
+    assert traffic.source == f"{url}, 1 h to 2023-11-14 23:13 UTC"
 
 
 @pytest.mark.parametrize(
