@@ -15,6 +15,7 @@ Shapes: ``B`` rows (one, of all sequences, where they are packed; else one a seq
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -230,6 +231,14 @@ def make_minibatch(
 def in_order(samples: Iterable[TrainingSequence]) -> list[TrainingSequence]:
     """The order of a step, whatever order they came in."""
     return sorted(samples, key=lambda sample: (sample.trajectory_id, sample.positions))
+
+
+def episode_sizes(samples: Sequence[TrainingSequence]) -> list[int]:
+    """Of each sequence: sampled tokens of the episode that it is of, all of its branches together."""
+    found: Counter[str] = Counter()
+    for sample in samples:
+        found[sample.trajectory_id] += len(sample.positions)
+    return [found[sample.trajectory_id] for sample in samples]
 
 
 def owners_of(samples: Sequence[TrainingSequence], world_size: int) -> list[int]:

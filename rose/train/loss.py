@@ -18,8 +18,9 @@ Per sampled token, with ``A`` the advantage of its trajectory::
     loss   = sum(share * (weight * pg + kl_weight * kl))
 
 ``share`` is what a token counts.  ``token`` aggregation: ``1 / num_tokens``, so long trajectories weigh more; ``sequence``:
-``1 / (num_sequences * tokens of its sequence)``; ``sum``: ``1 / (num_sequences * sum_tokens)``, with a constant.  Which of these
-a published recipe takes is in ``rose.train.recipes``.
+``1 / (num_episodes * tokens of its episode)``; ``sum``: ``1 / (num_episodes * sum_tokens)``, with a constant.  Which of these
+a published recipe takes is in ``rose.train.recipes``.  An episode whose conversation forked is several sequences, and weighs what one does: of each
+sequence as much as it has of the episode's tokens.  (Ratios and corrections of a *sequence* are each branch's own.)
 
 The ratio is taken against *proximal*, so that clipping measures how far this step has moved, and
 nothing else; the difference between engine and trainer (other kernels, an older version) is corrected by
@@ -100,27 +101,30 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
 
-def undivided_shares(lengths: Sequence[int], aggregation: Aggregation, sum_tokens: int = 1) -> list[float]:
+def undivided_shares(episodes: Sequence[int], aggregation: Aggregation, sum_tokens: int = 1) -> list[float]:
     """Share of one token of each sequence, but for what depends on the whole minibatch: the sum of the loss is divided by :func:`share_divisor` at the end.
 
     But for ``sum``, the shares of all tokens of the minibatch then add up to 1.
 
     Args:
-        lengths: Sampled tokens per sequence; each > 0.
+        episodes: Sampled tokens of the episode that each sequence is of, all of its branches together; each > 0.
         sum_tokens: See :class:`LossParams`.
     """
     if aggregation == "token":
-        return [1.0] * len(lengths)
-    return [1.0 / (sum_tokens if aggregation == "sum" else length) for length in lengths]
+        return [1.0] * len(episodes)
+    return [1.0 / (sum_tokens if aggregation == "sum" else length) for length in episodes]
 
 
-def share_divisor(lengths: Sequence[int], aggregation: Aggregation) -> float:
-    """What the loss of a minibatch is divided by.
+def share_divisor(lengths: Sequence[int], episodes: Sequence[int], aggregation: Aggregation) -> float:
+    """What the loss of a minibatch is divided by: its tokens, or its episodes, of which a minibatch may have parts.
 
     Args:
-        lengths: Of the whole minibatch, all ranks and parts together.
+        lengths: Sampled tokens of each sequence of the whole minibatch, all ranks and parts together.
+        episodes: As of :func:`undivided_shares`.
     """
-    return float(sum(lengths) if aggregation == "token" else len(lengths))
+    if aggregation == "token":
+        return float(sum(lengths))
+    return sum(length / whole for length, whole in zip(lengths, episodes, strict=True))
 
 
 def policy_loss(

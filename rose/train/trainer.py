@@ -42,6 +42,7 @@ from rose.train.advantages import OverlongParams, group_advantages, overlong_pen
 from rose.train.batch import (
     MAX_PART_TOKENS,
     TrainingSequence,
+    episode_sizes,
     in_order,
     make_minibatch,
     owners_of,
@@ -209,7 +210,7 @@ class TorchTrainer:
         chosen = self._chosen(samples, advantages)
         starved = self._guard.is_starved(chosen.num_informative)
         size = max(1, len(chosen.taken)) if single_update else params.minibatch_sequences
-        totals, minibatches = Totals(), list[list[int]]()
+        totals, minibatches, episodes = Totals(), list[list[int]](), episode_sizes(samples)
         if not starved:
             minibatches = self._minibatches(chosen, size, 1 if single_update else params.num_epochs)
         wanted = {key_of(samples[index]): advantages[samples[index].trajectory_id] for index in chosen.active}
@@ -223,8 +224,8 @@ class TorchTrainer:
                 self._set_rate(rate * totals.share * self._guard.rate_factor, totals)
                 active = [index for index in part if index in chosen.active]
                 found = early or self._gradients(active, samples, owners, advantages, proximal, reference)
-                sizes = [len(samples[index].positions) for index in part]
-                self._apply(found, share_divisor(sizes, params.loss.aggregation), totals)
+                sizes, wholes = [len(samples[one].positions) for one in part], [episodes[one] for one in part]
+                self._apply(found, share_divisor(sizes, wholes, params.loss.aggregation), totals)
                 if probe:
                     allowed = self._guard.allowed(done, len(minibatches), totals.share)
                     self._hold_back(probe, samples, owners, proximal, allowed, totals)
@@ -396,10 +397,10 @@ class TorchTrainer:
     ) -> dict[str, float]:
         params = self.params
         rewards = {sample.trajectory_id: sample.reward for sample in samples}
-        num_sampled = dict.fromkeys(rewards, 0)
+        episodes = episode_sizes(samples)
+        num_sampled = {sample.trajectory_id: size for sample, size in zip(samples, episodes, strict=True)}
         drift = dict.fromkeys(rewards, 0.0)
         for index, sample in enumerate(samples):
-            num_sampled[sample.trajectory_id] += len(sample.positions)
             if reference is not None and params.loss.kl_kind == "reward":
                 drift[sample.trajectory_id] += float((proximal[index] - reference[index]).sum())
         shaped = {
@@ -456,8 +457,9 @@ class TorchTrainer:
     ) -> Totals:
         """Add the gradients of ``samples[active]`` to the masters', not divided yet; what this rank summed."""
         loss_params = self.params.loss
-        sizes = [len(samples[index].positions) for index in active]
-        undivided = undivided_shares(sizes, loss_params.aggregation, loss_params.sum_tokens)
+        episodes = episode_sizes(samples)
+        wholes = [episodes[index] for index in active]
+        undivided = undivided_shares(wholes, loss_params.aggregation, loss_params.sum_tokens)
         shares = dict(zip(active, undivided, strict=True))
         found = Totals()
         for part in self._parts(active, samples, owners):

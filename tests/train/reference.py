@@ -88,7 +88,7 @@ def loss_of(
     reference: Sequence[tuple[Tensor, Tensor]],
     recipe: Recipe,
 ) -> Tensor:
-    """Loss of one update on all of ``trajectories`` (single-branch conversations); differentiable in ``current``.
+    """Loss of one update on all of ``trajectories`` (where conversations fork: with ratios of tokens); differentiable in ``current``.
 
     Args:
         current, proximal, reference: From :func:`policy_of`.

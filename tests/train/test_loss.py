@@ -179,7 +179,8 @@ def test_rloo_compares_with_the_others_alone() -> None:
 def test_shares_add_up_to_one_and_weigh_tokens_or_sequences_alike() -> None:
     def shares(aggregation: Aggregation) -> list[float]:
         return [
-            one / share_divisor([1, 3], aggregation) for one in undivided_shares([1, 3], aggregation, 100)
+            one / share_divisor([1, 3], [1, 3], aggregation)
+            for one in undivided_shares([1, 3], aggregation, 100)
         ]
 
     assert shares("token") == [0.25, 0.25]

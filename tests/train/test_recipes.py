@@ -201,7 +201,7 @@ def ours(made: Answers, config: TrainConfig, *, engine_differs: bool = False) ->
     )
     advantages = torch.tensor([found[str(index)] for index in range(12)], dtype=torch.float64)
     undivided = undivided_shares(sizes, params.loss.aggregation, params.loss.sum_tokens)
-    shares = [share / share_divisor(sizes, params.loss.aggregation) for share in undivided]
+    shares = [share / share_divisor(sizes, sizes, params.loss.aggregation) for share in undivided]
     sequence_N = torch.repeat_interleave(torch.tensor(sizes))
     current_N = tokens(made.current).requires_grad_()
     loss, _ = policy_loss(
