@@ -326,8 +326,9 @@ class _Reader:
             value = float(text)
         except ValueError:
             raise ConfigError(f"{text[:40]!r} is not a number", field=where) from None
-        if not 0 <= value <= MAX_COUNT:
-            raise ConfigError(f"{metric} is {value:g}, outside 0 to {MAX_COUNT:g}", field=where)
+        most = 1.0 if metric == KV_USE else MAX_COUNT
+        if not 0 <= value <= most:
+            raise ConfigError(f"{metric} is {value:g}, outside 0 to {most:g}", field=where)
         if metric == "bucket":
             held = page.buckets[kind]
             held[bound] = held.get(bound, 0.0) + value
@@ -435,8 +436,8 @@ def check_restarts(restarts: int, intervals: int, field: str) -> None:
     few, share = FEW_RESTARTS
     if restarts > few and restarts > share * intervals:
         raise ConfigError(
-            f"another process answered, or counters went back, {restarts} of {intervals} times: the address of a balancer, or servers that "
-            "do not stay up",
+            f"another process answered, or counters went back, {restarts} of {intervals} times: the address of a balancer, pages of several "
+            "servers without their names, or servers that do not stay up",
             field=field,
             fix="scrape each server at its own address, its name behind the time",
         )
@@ -449,12 +450,16 @@ def _is_whole(page: _Page, before: _Page | None) -> bool:
     return REQUESTS in page.counters and all(page.buckets[kind] for kind, held in had.items() if held)
 
 
+def _fell(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    return any(after.get(name, value) < value for name, value in before.items())
+
+
 def _between(metered: Metered, before: _Page, page: _Page) -> bool:
     """What was counted between two scrapes of a server.  True, and nothing, where it was started again: nobody knows what it had served
     by then, nor whether all that the new one counts is of this interval."""
     was, now_at = before.counters.get(STARTED), page.counters.get(STARTED)
     is_other = was is not None and now_at is not None and was != now_at
-    if is_other or page.counters.get(REQUESTS, 0.0) < before.counters.get(REQUESTS, 0.0):
+    if is_other or _fell(before.counters, page.counters) or _fell(before.sums, page.sums):
         return True
 
     def more(now: Mapping[str, float], then: Mapping[str, float], name: str) -> float:

@@ -219,7 +219,7 @@ def _metered(asked: PrometheusQuery, answers: dict[str, list[Any]]) -> Metered:
         count = engines.get(at_s) or engines.get(at_s - asked.step_s) or (0.0 if engines else 1.0)
         if count:
             metered.intervals.append((at_s - asked.step_s, at_s, num, count))
-    metered.kv_use = [min(1.0, value) for _, value in _points(answers["kv_use"])]
+    metered.kv_use = [value for _, value in _points(answers["kv_use"]) if value <= 1.0]
     metered.queried, metered.found = _number(answers["queried"]), _number(answers["found"])
     metered.restarts = round(_number(answers["restarts"]))
     check_restarts(metered.restarts, round(_number(answers["scrapes"])), source)

@@ -76,7 +76,9 @@ def test_scrapes_of_several_servers_add_up_in_one_file_or_in_a_folder(tmp_path: 
     check_the_fleet(traffic_of(read_scrapes(folder), None, SERVING))
 
 
-@pytest.mark.parametrize("how", ["counters fell", "another process, busier than the one before"])
+@pytest.mark.parametrize(
+    "how", ["counters fell", "its tokens fell", "another process, busier than the one before"]
+)
 def test_the_time_of_a_restart_is_left_out_and_restarts_are_counted(tmp_path: Path, how: str) -> None:
     """What a page counts since another process began is no traffic of one interval."""
     path = tmp_path / "day.prom"
@@ -85,11 +87,12 @@ def test_the_time_of_a_restart_is_left_out_and_restarts_are_counted(tmp_path: Pa
     def page(at_s: int) -> str:
         after = at_s > 600
         text = scrape(BEGIN_S + at_s)
-        if after:
+        if after and how == "its tokens fell":
+            text = re.sub(r"(?m)(prompt_tokens_sum.*) [0-9.]+$", r"\1 5.0", text)
+        elif after:
             text = re.sub(r"(?m)(success_total.*) [0-9.]+$", rf"\1{value}", text)
-        return (
-            f"# scraped {BEGIN_S + at_s}\n{text}process_start_time_seconds {BEGIN_S + 601 if after else 5}\n"
-        )
+        started = BEGIN_S + 601 if after and how.startswith("another") else 5
+        return f"# scraped {BEGIN_S + at_s}\n{text}process_start_time_seconds {started}\n"
 
     path.write_text("".join(page(at_s) for at_s in (0, 600, 660)))
 
@@ -284,6 +287,7 @@ def test_prometheus_gaps_are_cut_out_and_its_engines_change() -> None:
         ("# scraped 10\nvllm:request_success_total 5\n# scraped 9\n", 3, "time goes back by 1"),
         ("# scraped 10\nvllm:request_success_total nan\n", 2, "outside 0"),
         ("# scraped 10\nvllm:request_success_total -1\n", 2, "outside 0"),
+        ("# scraped 10\nvllm:kv_cache_usage_perc 85.0\n", 2, "is 85, outside 0 to 1"),
         ("# scraped 10\nvllm:request_success_total many\n", 2, "not a number"),
         ("# scraped 10\nvllm:request_success_total 5 1700000000\n", 2, "a time stands behind its value"),
         ('# scraped 10\nvllm:request_success_total{a="b c"} 5 1700000000000\n', 2, "a time stands behind"),
