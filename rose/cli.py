@@ -327,7 +327,7 @@ def _load(module: str, name: str, command: str) -> Any:
         raise ConfigError(
             f"needs '{error.name}', which is not installed",
             field=f"rose {command}",
-            fix="pip install 'rose-rl[cpu]'; on a GPU [gpu], to train also [train]",
+            fix="from a checkout of ROSE: pip install '.[cpu]'; on a GPU '.[gpu]', to train also '.[train]'",
         ) from error
 
 

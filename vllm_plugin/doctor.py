@@ -448,7 +448,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         found = SupportVerdict(
             support=None,
             problem=f"vLLM is not installed for {sys.executable}",
-            fix="pip install 'rose-rl[cpu]', or [gpu]",
+            fix="pip install '.[cpu]' (or [gpu]) from a checkout of ROSE",
         )
     else:
         try:

@@ -114,7 +114,9 @@ class CudaDriver:
         try:
             from cuda.bindings import driver  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:
-            raise LedgerError("cuda-bindings is not installed", fix="pip install 'rose-rl[cuda]'") from error
+            raise LedgerError(
+                "cuda-bindings is not installed", fix="pip install '.[cuda]' from a checkout of ROSE"
+            ) from error
         self._cuda: Any = driver
         self._number = device
         self._context: Any = None

@@ -59,7 +59,9 @@ class GpuMemory:
             import pynvml  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
         except ImportError as error:
             raise LedgerError(
-                "nvidia-ml-py is not installed", field="device.kind", fix="pip install 'rose-rl[cuda]'"
+                "nvidia-ml-py is not installed",
+                field="device.kind",
+                fix="pip install '.[cuda]' from a checkout of ROSE",
             ) from error
         self._nvml: Any = pynvml
         self._call("device.kind", pynvml.nvmlInit)

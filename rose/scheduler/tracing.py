@@ -6,7 +6,7 @@ the next).  Attributes are names, counts and reasons: no text, no token.
 
 Spans are handed to the SDK's batch processor, which sends them from a thread of its own and drops what it has no room for: a collector
 that is slow or away costs no turn anything.  The usual variables (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS``, ...) apply.  The packages are optional
-(``pip install rose-rl[tracing]``); without the setting they are not imported.
+(``pip install '.[tracing]'``, from a checkout); without the setting they are not imported.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Tracing:
             raise ConfigError(
                 f"needs a package that is not installed: {error.name}",
                 field="tracing.otlp_endpoint",
-                fix="pip install rose-rl[tracing]",
+                fix="pip install '.[tracing]' from a checkout of ROSE",
             ) from error
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint)))
 

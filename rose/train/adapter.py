@@ -103,7 +103,7 @@ def _config(params: LoraParams, layers: Sequence[str]) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError(
-            "needs peft", field="trainer.lora.rank", fix="pip install 'rose-rl[train]'"
+            "needs peft", field="trainer.lora.rank", fix="pip install '.[train]' from a checkout of ROSE"
         ) from error
     return LoraConfig(
         r=params.rank,

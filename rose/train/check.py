@@ -228,7 +228,13 @@ def _libraries(config: TrainConfig) -> str:
         wanted["mlflow"] = "log.mlflow_experiment"
     for name, field in wanted.items():
         if find_spec(name) is None:
-            raise ConfigError(f"{name} is not installed", field=field or None)
+            extra = "mlflow" if name == "mlflow" else "train"
+            fix = (
+                "pip install wandb"
+                if name == "wandb"
+                else f"pip install '.[{extra}]' from a checkout of ROSE"
+            )
+            raise ConfigError(f"{name} is not installed", field=field or None, fix=fix)
     return ", ".join(wanted)
 
 

@@ -111,7 +111,7 @@ def ray_for(config: TrainConfig) -> Iterator[RayCluster | None]:
             import ray  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "ray is not installed", field="ray", fix="pip install 'rose-rl[train]'"
+                "ray is not installed", field="ray", fix="pip install '.[train]' from a checkout of ROSE"
             ) from error
         address = find_cluster(config.ray.address)
         with _private(config) if address is None else _joined(address) as cluster:

@@ -90,7 +90,7 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
             raise ConfigError(
                 "mlflow is not installed",
                 field="log.mlflow_experiment",
-                fix="pip install 'rose-rl[mlflow]'",
+                fix="pip install '.[mlflow]' from a checkout of ROSE",
             ) from error
     logs = Logs(MetricsFile(metrics), sinks)
     try:

@@ -277,7 +277,7 @@ class LogSettings(Section):
     wandb_project: str | None = None
     """Also log to Weights & Biases; needs ``pip install wandb``."""
     mlflow_experiment: str | None = Field(default=None, min_length=1)
-    """Also log to MLflow, in the experiment of this name; needs ``pip install 'rose-rl[mlflow]'``."""
+    """Also log to MLflow, in the experiment of this name; needs ``pip install '.[mlflow]'``, from a checkout."""
     mlflow_uri: str | None = Field(default=None, min_length=1)
     """Its tracking server or store.  None = as ``MLFLOW_TRACKING_URI`` says."""
 

@@ -59,7 +59,7 @@ class MooncakeStore(FlatStore):
             raise ConfigError(
                 f"Mooncake cannot be loaded: {error}",
                 field="store",
-                fix="pip install 'rose-rl[relay-mooncake]' and the system's libibverbs1",
+                fix="pip install '.[relay-mooncake]' from a checkout of ROSE, and the system's libibverbs1",
             ) from error
         master, _, query = address.partition("?")
         options = {name: values[-1] for name, values in parse_qs(query).items()}

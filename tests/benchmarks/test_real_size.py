@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")
+pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]' from a checkout of ROSE")
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "training" / "real_size.py"
 

@@ -204,7 +204,7 @@ def own_family(count: int) -> Any:
 
 @pytest.fixture(scope="module")
 def game() -> Any:
-    pytest.importorskip("textworld", reason="needs pip install 'rose-rl[textgame]'")
+    pytest.importorskip("textworld", reason="needs pip install '.[textgame]' from a checkout of ROSE")
     return make_family("text_game", {"num_games": 2, "seed": 4})
 
 

@@ -46,7 +46,7 @@ def test_mathematics_samples_dynamically_and_has_tasks_of_both_kinds() -> None:
 def test_the_text_game_is_asynchronous_with_a_bound_of_four() -> None:
     config = load_config(TrainConfig, EXAMPLES / "textgame_async.toml")
     assert (config.rollout.mode, config.alpha) == ("asynchronous", 4)
-    pytest.importorskip("textworld", reason="needs pip install 'rose-rl[textgame]'")
+    pytest.importorskip("textworld", reason="needs pip install '.[textgame]' from a checkout of ROSE")
     assert len(family_of(config.all_tasks[0]).tasks()) == 64
 
 

@@ -136,7 +136,7 @@ def test_steps_that_are_taken_again_replace_those_that_ended_with_their_attempt(
     ("package", "setting", "fix"),
     [
         ("wandb", "wandb_project", "pip install wandb"),
-        ("mlflow", "mlflow_experiment", r"pip install 'rose-rl\[mlflow\]'"),
+        ("mlflow", "mlflow_experiment", r"pip install '\.\[mlflow\]' from a checkout of ROSE"),
     ],
 )
 def test_a_board_that_was_asked_for_by_name_must_be_there(
@@ -171,7 +171,7 @@ def test_mlflow_gets_parameters_and_every_steps_numbers_and_goes_on_with_the_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library itself, on files."""
-    pytest.importorskip("mlflow", reason="needs pip install 'rose-rl[mlflow]'")
+    pytest.importorskip("mlflow", reason="needs pip install '.[mlflow]' from a checkout of ROSE")
     from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -208,7 +208,7 @@ def test_mlflow_gets_parameters_and_every_steps_numbers_and_goes_on_with_the_run
 def test_a_tracking_server_that_cannot_be_reached_is_named_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlflow", reason="needs pip install 'rose-rl[mlflow]'")
+    pytest.importorskip("mlflow", reason="needs pip install '.[mlflow]' from a checkout of ROSE")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     job = config(tmp_path, mlflow_experiment="lakes", mlflow_uri=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match=r"log\.mlflow_uri: MLflow"), open_logs(job):

@@ -20,7 +20,7 @@ from tests.train.file_publisher import RUN
 from tests.train.world import running_world
 from tests.weights.reading import whole
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")
+pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]' from a checkout of ROSE")
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ Games are played by TextWorld's own logic on the generated game, without its Inf
 put together here from the facts of the game's state.  Generating one takes a second or two of CPU; it happens once per
 process and task, in a thread.
 
-Needs ``pip install 'rose-rl[textgame]'``.
+Needs ``pip install '.[textgame]'``, from a checkout.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _textworld() -> Any:
         importlib.import_module("textworld.envs")
     except ImportError as error:
         raise ConfigError(
-            "textworld is not installed", field="env.kind", fix="pip install 'rose-rl[textgame]'"
+            "textworld is not installed",
+            field="env.kind",
+            fix="pip install '.[textgame]' from a checkout of ROSE",
         ) from error
     return textworld
 
