@@ -118,6 +118,13 @@ def train(
             help="Start nothing: say of all that a start needs whether it is there, and every setting.",
         ),
     ] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="last|best",
+            help="Start nothing: write output_dir/model, a Hugging Face folder, from the newest or the best checkpoint.",
+        ),
+    ] = None,
 ) -> None:
     """Train a policy: environments, rollouts through rose-scheduler, optimiser steps, weight updates.
 
@@ -128,8 +135,13 @@ def train(
     says beforehand what would be refused: settings, model folder, tokenizer, chat template, environment, reward, token file, libraries, Ray,
     and whether scheduler and relay answer; then all settings as they will be in force. Exit code 0, or 2 where something is wrong.
     """
-    main = "check_main" if check else "train_main"
-    result = _load("rose.train.cli", main, "train")(config, overrides or [])
+    if check and export is not None:
+        raise ConfigError("does not go with --export", field="--check")
+    if export is not None:
+        result = _load("rose.train.cli", "export_main", "train")(config, overrides or [], export)
+    else:
+        main = "check_main" if check else "train_main"
+        result = _load("rose.train.cli", main, "train")(config, overrides or [])
     raise typer.Exit(result if isinstance(result, int) else 0)
 
 

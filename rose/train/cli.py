@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from rose.config import load_config
-from rose.errors import RoseError
+from rose.errors import ConfigError, RoseError
 from rose.train.check import JobCheck, check_writable, checks_of, checks_of_the_start, settings_of, tokens_of
 from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
@@ -92,6 +92,23 @@ def check_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     console.print("\nnot looked at: the model's weights, room in Ray's cluster, engines, services of rewards")
     console.print(f"{len(failed)} of {len(checks)} checks failed" if failed else "the job can be started")
     return 2 if failed else 0
+
+
+def export_main(config: Path | str | None, overrides: Sequence[str], which: str) -> int:
+    """Write the job's ``output_dir/model`` from its ``last`` or ``best`` checkpoint; starts nothing.
+
+    Raises:
+        RoseError: There is none, or it cannot be exported.
+    """
+    from rose.train.export import export_from
+
+    if which not in ("last", "best"):
+        raise ConfigError(f"is {which!r:.40}, and can be last or best", field="--export")
+    job = load_config(TrainConfig, config, overrides)
+    target = job.output_dir / "model"
+    words = export_from(job, which, target)
+    Console(soft_wrap=True, highlight=False, markup=False).print(f"exported: {target}, {words}")
+    return 0
 
 
 def _output_dir(job: TrainConfig) -> str:

@@ -221,8 +221,8 @@ class PolicyModel(ComputingModel):
         return moments, {name: float(one["step"]) for name, one in states.items() if "step" in one}
 
     @torch.no_grad()
-    def restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-        """Take what a checkpoint holds, each rank its part.  All ranks.
+    def restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take what a checkpoint holds, each rank its part; without ``optimizer`` the weights alone.  All ranks.
 
         Raises:
             TrainError: It is of another model, and nothing was changed; or it cannot be read.
@@ -239,11 +239,12 @@ class PolicyModel(ComputingModel):
                 raise TrainError(f"tensor {name} is not the model's", field="checkpoint")
         if unknown := set(checkpoint.shapes) - {name for name, _ in self._named}:
             raise TrainError(f"tensor {min(unknown)} is not in the model", field="checkpoint")
-        optimizer.state.clear()
+        if optimizer is not None:
+            optimizer.state.clear()
         targets: dict[str, Tensor] = {}
         for name, tensor in self._named:
             targets[f"weights/{name}"] = tensor.detach()
-            if name in checkpoint.optimizer_steps:
+            if optimizer is not None and name in checkpoint.optimizer_steps:
                 moments = {key: torch.zeros_like(tensor.detach()) for key in MOMENTS}
                 targets |= {f"optimizer/{name}/{key}": moment for key, moment in moments.items()}
                 optimizer.state[tensor] = {"step": torch.tensor(checkpoint.optimizer_steps[name]), **moments}
