@@ -89,7 +89,6 @@ class EngineControl:
             "paused": await self._answer(self._client.is_paused()),
             "vocab_size": self._client.model_config.get_vocab_size(),
             "max_num_seqs": self._client.vllm_config.scheduler_config.max_num_seqs,
-            "tensor_parallel": self._client.vllm_config.parallel_config.tensor_parallel_size,
             "logprobs_mode": self._client.model_config.logprobs_mode,
             "ranks": reports,
             "scheduler": await self._scheduler(),

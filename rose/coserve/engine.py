@@ -42,7 +42,6 @@ from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
 from rose.wire.hosts import in_url
 from rose.wire.http_client import ask, open_client
-from rose.wire.workers import MAX_TENSOR_PARALLEL
 
 logger = logging.getLogger("rose.node")
 
@@ -83,7 +82,6 @@ class RolloutEngine:
         self.vocab_size: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
         self.max_num_seqs: int | None = None
-        self.tensor_parallel: int | None = None
         self.logprobs_mode: str | None = None
         self.weights_broken = False
         self.token = ""
@@ -485,8 +483,6 @@ class RolloutEngine:
         self._own_ladder = ladder if isinstance(ladder, dict) else None
         max_num_seqs = status.get("max_num_seqs")
         self.max_num_seqs = max_num_seqs if type(max_num_seqs) is int and 0 < max_num_seqs <= 65_536 else None
-        width = status.get("tensor_parallel")
-        self.tensor_parallel = width if type(width) is int and 0 < width <= MAX_TENSOR_PARALLEL else None
         mode = status.get("logprobs_mode")
         self.logprobs_mode = mode if isinstance(mode, str) and 0 < len(mode) <= 64 else None
         return status

@@ -129,7 +129,6 @@ class SchedulerUplink:
             engine_token=self._engine.token,
             vocab_size=self._engine.vocab_size,
             max_num_seqs=self._engine.max_num_seqs,
-            tensor_parallel=self._engine.tensor_parallel or 1,
             logprobs_mode=self._engine.logprobs_mode,
         )
 

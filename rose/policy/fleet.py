@@ -94,7 +94,6 @@ class Fleet:
         max_model_len: int,
         cap: int | None = None,
         max_num_seqs: int | None = None,
-        tensor_parallel: int = 1,
         for_tail: bool = False,
     ) -> list[WorkerDown]:
         """Add or replace a worker.  A new incarnation buries the old one; the same one changes nothing."""
@@ -118,7 +117,6 @@ class Fleet:
             has_own_cap=own_cap is not None,
             for_tail=for_tail,
             max_num_seqs=max_num_seqs,
-            tensor_parallel=tensor_parallel,
             registered_at_s=at_s,
             heard_at_s=at_s,
             until_s=-math.inf if tier is Tier.BORROWED else math.inf,

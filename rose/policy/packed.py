@@ -42,7 +42,7 @@ class WorkerTable:
     """One row per worker; a removed worker's row is taken by the last one.
 
     Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` and ``job`` (a number per name, -1: any job),
-    ``tier`` (a row of ``tier_speed``), ``dedicated``, ``for_tail``, ``width`` (devices in tensor parallel), ``max_len`` and ``room`` in tokens, ``run`` (a number per name), ``attempt`` and ``version`` (-1 when unknown),
+    ``tier`` (a row of ``tier_speed``), ``dedicated``, ``for_tail``, ``max_len`` and ``room`` in tokens, ``run`` (a number per name), ``attempt`` and ``version`` (-1 when unknown),
     ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``, ``until_s``, ``observed_at_s``.  ``speed``,
     ``[3, num_rows]``: what was learned, ``token_s``, ``crowd_s`` and ``prefill_s`` (``rose.policy.speed``).
     ``tier_speed``, ``[3, 3]``: the same three of harvested (row 0), dedicated (row 1) and borrowed (row 2) workers at large.
@@ -76,7 +76,6 @@ class WorkerTable:
             "for_tail": np.bool_,
             "safe": np.bool_,
             "tier": np.int64,
-            "width": np.int64,
             "model": np.int64,
             "job": np.int64,
             "max_len": np.int64,
@@ -106,11 +105,9 @@ class WorkerTable:
             setattr(self, name, column)
 
     def upgrade(self) -> None:
-        """Complete the state of a decision log from before workers named runs, were borrowed, were for the tail, or had a width."""
+        """Complete the state of a decision log from before workers named runs, were borrowed, or were for the tail."""
         if "for_tail" not in self._columns:
             self._columns["for_tail"] = self.for_tail = np.zeros(len(self.open), dtype=np.bool_)
-        if "width" not in self._columns:
-            self._columns["width"] = self.width = np.ones(len(self.open), dtype=np.int64)
         if "run" not in self._columns:
             self._columns["run"] = self.run = np.full(len(self.open), self._number(""), dtype=np.int64)
         if "until_s" not in self._columns:
@@ -125,7 +122,6 @@ class WorkerTable:
     for_tail: Mask
     safe: Mask
     tier: NDArray[np.int64]
-    width: NDArray[np.int64]
     model: NDArray[np.int64]
     job: NDArray[np.int64]
     max_len: NDArray[np.int64]
@@ -164,7 +160,6 @@ class WorkerTable:
         self.tier[row] = _TIERS[worker.tier.value]
         self.dedicated[row] = worker.tier.value == "dedicated"
         self.for_tail[row] = worker.for_tail
-        self.width[row] = worker.tensor_parallel
         self.until_s[row] = worker.until_s
         self.any_ends = self.any_ends or worker.until_s != np.inf
         worker.facts = worker.load = None
@@ -373,7 +368,6 @@ class WorkerTable:
             assert self.reclaim_rate[row] == worker.reclaim_rate
             assert self.until_s[row] == worker.until_s
             assert self.for_tail[row] == worker.for_tail
-            assert self.width[row] == worker.tensor_parallel
             assert self.tier[row] == _TIERS[worker.tier.value]
             assert self.any_ends or worker.until_s == np.inf
 

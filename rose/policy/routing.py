@@ -82,8 +82,6 @@ class CostParams:
     """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
     home_horizon_turns: float = 2.0
     """The same for a move from a worker that can be taken back to a dedicated one, which lasts."""
-    wide_horizon_turns: float = 8.0
-    """The same where that one has more devices in tensor parallel: its tokens are faster for good, and not for want of load alone."""
     own_while_roomy: bool = False
     """Place on dedicated workers alone while they have slots for every turn that runs."""
     floor_s: float = 0.02
@@ -217,13 +215,9 @@ class CostPolicy:
         fresh_s = read_s * (1.0 - again + again / stay)
         affine = turn.affine
         if affine is not None and affine.tier is not Tier.DEDICATED and turn.remaining_tokens is not None:
-            rest = turn.remaining_tokens / turn.expected_tokens
-            home = max(stay, min(params.home_horizon_turns, rest))
-            wide = max(home, min(params.wide_horizon_turns, rest))
-            if wide > stay:
-                wider = eligible.column("width") > affine.tensor_parallel
-                less = again / stay - again / home + wider * (again / home - again / wide)
-                fresh_s -= eligible.column("dedicated") * read_s * less
+            home = max(stay, min(params.home_horizon_turns, turn.remaining_tokens / turn.expected_tokens))
+            if home > stay:
+                fresh_s -= eligible.column("dedicated") * read_s * (again / stay - again / home)
         for worker, num_tokens in turn.cached:
             if worker in eligible:
                 at = eligible.index_of(worker)

@@ -77,7 +77,6 @@ class WorkerRegistered:
     max_model_len: int
     cap: int | None = None
     max_num_seqs: int | None = None
-    tensor_parallel: int = 1
     for_tail: bool = False
     """The first choice for the longest trajectories (``TurnParams.tail_fraction``): it runs over more GPUs than other dedicated ones, say."""
 

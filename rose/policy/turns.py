@@ -136,7 +136,6 @@ class TurnBook(TurnLife):
             max_model_len=event.max_model_len,
             cap=event.cap,
             max_num_seqs=event.max_num_seqs,
-            tensor_parallel=event.tensor_parallel,
             for_tail=event.for_tail,
         )
         self._fleet_shrank()

@@ -61,8 +61,6 @@ class Worker:
     """The first choice for the longest trajectories."""
     max_num_seqs: int | None = None
     """What its engine runs at once, where it says so; ``cap`` is never above."""
-    tensor_parallel: int = 1
-    """Devices that share the work of each token."""
     limit: Concurrency | None = None
     """Adapts the cap to what the engine says; None: the cap is fixed."""
     serving_use: float = 0.0

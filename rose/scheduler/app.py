@@ -491,7 +491,6 @@ class Scheduler:
                                 model=settings.model,
                                 max_model_len=settings.max_model_len,
                                 cap=settings.cap,
-                                tensor_parallel=settings.tensor_parallel,
                             ),
                             endpoint,
                         )

@@ -388,7 +388,6 @@ class ControlRoutes:
                 max_model_len=body.max_model_len,
                 cap=body.cap,
                 max_num_seqs=body.max_num_seqs,
-                tensor_parallel=body.tensor_parallel,
             ),
             Endpoint(
                 worker_id=worker_id,

@@ -18,7 +18,6 @@ from rose.policy.samples import JobParams, SampleParams
 from rose.policy.turn_events import TurnParams
 from rose.policy.turns import TurnBook
 from rose.wire import samples
-from rose.wire.workers import MAX_TENSOR_PARALLEL
 
 
 class StaticWorker(Section):
@@ -30,8 +29,6 @@ class StaticWorker(Section):
     max_model_len: int = Field(gt=0)
     vocab_size: int | None = Field(default=None, gt=0)
     cap: int | None = Field(default=None, gt=0)
-    tensor_parallel: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
-    """Its ``--tensor-parallel-size``."""
     token: str | None = Field(default=None, repr=False)
 
 
@@ -214,8 +211,6 @@ class CostConfig(Section):
     """The same while dedicated workers have slots for every turn that runs."""
     home_horizon_turns: float = Field(default=CostParams().home_horizon_turns, ge=1, le=64)
     """The same for a move from a harvested worker to a dedicated one."""
-    wide_horizon_turns: float = Field(default=CostParams().wide_horizon_turns, ge=1, le=64)
-    """The same where that one shares its work among more devices (tensor parallel)."""
     own_while_roomy: bool = CostParams().own_while_roomy
     """While they have, place on them alone."""
 

@@ -120,12 +120,9 @@ class SimCluster:
         cap: int | None = None,
         run: str = "",
         for_tail: bool = False,
-        num_gpus: int = 1,
     ) -> SimNode:
         config = self.configs.dedicated if device.serving is None else self.configs.harvested
-        node = SimNode(
-            device=device, tier=tier, config=config, cap=cap, run=run, for_tail=for_tail, num_gpus=num_gpus
-        )
+        node = SimNode(device=device, tier=tier, config=config, cap=cap, run=run, for_tail=for_tail)
         self.nodes[name] = node
         if device.memory is not None:
             device.memory.steps.fixed = config.lending.policy == "static"
@@ -152,7 +149,6 @@ class SimCluster:
                 max_model_len=node.config.engine.max_model_len,
                 cap=node.cap,
                 for_tail=node.for_tail,
-                tensor_parallel=node.num_gpus,
             )
         )
         self.report(name, node, now_s)

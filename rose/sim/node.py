@@ -23,8 +23,6 @@ class SimNode:
     """None: the scheduler's own for its tier."""
     for_tail: bool = False
     """The first choice for the longest trajectories."""
-    num_gpus: int = 1
-    """Of its rollout engine (tensor parallel)."""
     lent_until_s: float = -math.inf
     """Of a borrowed one."""
     lending: Lending | None = None

@@ -230,31 +230,25 @@ class SimWorld(Hooks):
         for index in range(fleet.dedicated * len(runs)):
             name = f"d{index}"
             run = runs[index // fleet.dedicated]
-            device = self._own_device(name)
-            cluster.join(name, device, Tier.DEDICATED, version=(0, 0), run=run, num_gpus=fleet.rollout_gpus)
+            cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0), run=run)
         for index in range(fleet.wide * len(runs)):
             name = f"w{index}"
             run = runs[index // fleet.wide]
             device = self._own_device(name, fleet.wide_gpus)
-            cluster.join(
-                name, device, Tier.DEDICATED, version=(0, 0), run=run, for_tail=True, num_gpus=fleet.wide_gpus
-            )
+            cluster.join(name, device, Tier.DEDICATED, version=(0, 0), run=run, for_tail=True)
         for index in range(fleet.serving):
             name = f"s{index}"
             device = self._serving_device(name, system.extra == "harvest")
             self.serving_devices.append(device)
             if system.extra == "harvest":
                 run = runs[index % len(runs)]
-                cluster.join(
-                    name, device, Tier.HARVESTED, version=(0, 0), run=run, num_gpus=fleet.serving_gpus
-                )
+                cluster.join(name, device, Tier.HARVESTED, version=(0, 0), run=run)
                 self.extra.append(name)
         if system.extra in ("spot", "serverless"):
             for index in range(fleet.spot):
                 name = f"x{index}"
                 cap = self.configs.scheduler.cap_dedicated
-                device = self._own_device(name)
-                cluster.join(name, device, Tier.HARVESTED, version=None, cap=cap, num_gpus=fleet.rollout_gpus)
+                cluster.join(name, self._own_device(name), Tier.HARVESTED, version=None, cap=cap)
                 self.extra.append(name)
                 if system.extra == "spot":
                     up = self.rng.random() < fleet.spot_up_s / (fleet.spot_up_s + fleet.spot_down_s)
@@ -266,8 +260,7 @@ class SimWorld(Hooks):
         if system.extra == "trainers":
             for index in range(fleet.trainers // fleet.rollout_gpus):
                 name = f"t{index}"
-                device = self._own_device(name)
-                cluster.join(name, device, Tier.BORROWED, version=(0, 0), num_gpus=fleet.rollout_gpus)
+                cluster.join(name, self._own_device(name), Tier.BORROWED, version=(0, 0))
                 self.extra.append(name)
         if fleet.mean_hours_between_failures > 0:
             for name in list(cluster.nodes):

@@ -25,8 +25,6 @@ from rose.wire.types import (
     VersionText,
 )
 
-MAX_TENSOR_PARALLEL = 1024
-
 MAX_COPIES = 64
 """More than these a node does not name."""
 
@@ -52,8 +50,6 @@ class Registration(Struct, kw_only=True, omit_defaults=True):
     """Turns at once; None: by tier."""
     max_num_seqs: Positive | None = None
     """What is beyond it waits in the scheduler, where it can still go to whoever is free first."""
-    tensor_parallel: Annotated[int, Meta(ge=1, le=MAX_TENSOR_PARALLEL)] = 1
-    """Devices that share the work of each of its tokens."""
     logprobs_mode: ShortName | None = None
     """vLLM's ``--logprobs-mode``: of which distribution its log-probs are."""
 

@@ -107,7 +107,6 @@ class FakeEngine:
             "paused": self.broken,
             "vocab_size": 1000,
             "max_num_seqs": 32,
-            "tensor_parallel": 2,
             "logprobs_mode": "processed_logprobs",
             "ranks": [{"phase": "broken" if self.broken else "idle"}],
             "scheduler": {

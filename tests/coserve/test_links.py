@@ -135,7 +135,6 @@ async def test_an_engine_is_registered_once_and_then_beats(device: Device, regis
             engine_token=agent.engine.token,
             vocab_size=1000,
             max_num_seqs=32,
-            tensor_parallel=2,
             logprobs_mode="processed_logprobs",
         )
     ]

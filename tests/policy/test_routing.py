@@ -120,29 +120,6 @@ def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns(tier: Tier, go
     assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
 
 
-@pytest.mark.parametrize(
-    ("here_width", "there_width", "tier", "goes"),
-    [
-        (1, 8, Tier.DEDICATED, True),
-        (8, 8, Tier.DEDICATED, False),
-        (8, 1, Tier.DEDICATED, False),
-        (1, 8, Tier.HARVESTED, False),
-    ],
-)
-def test_cost_shares_a_move_to_a_wider_dedicated_worker_over_more_turns(
-    here_width: int, there_width: int, tier: Tier, goes: bool
-) -> None:
-    policy = CostPolicy(rng=random.Random(0), params=CostParams(hysteresis=0.0))
-    # As above: 0.8 s to read its context again, each turn 0.3 s quicker.
-    here = worker("here", tier=Tier.HARVESTED, tensor_parallel=here_width)
-    there = worker("there", tier=tier, tensor_parallel=there_width)
-    here.speed.token_s, there.speed.token_s = 0.015, 0.010
-    candidate = turn(
-        num_prompt_tokens=8000, resident_tokens=8000, expected_tokens=60, affine=here, remaining_tokens=600.0
-    )
-    assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
-
-
 @pytest.mark.parametrize(("elsewhere", "home"), [(15, "fast"), (16, "slow")])
 def test_cost_looks_further_ahead_while_dedicated_slots_are_left_for_every_turn(
     elsewhere: int, home: str
