@@ -246,9 +246,10 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"device    {device['kind']} memory: {free} free, reserve {format_bytes(device['reserve_bytes'])}"
         f"{' (SHORT)' if device['short'] else ''}, {device['breaches']} breaches"
     )
+    because = f"{serving['because']}{': ' + serving['found'] if serving['found'] else ''}"
+    verdict = "no verdict yet" if serving["support"] == "unknown" else f"{serving['support']} ({because})"
     typer.echo(
-        f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
-        f"{serving['support']} ({serving['because']}{': ' + serving['found'] if serving['found'] else ''}), "
+        f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, {verdict}, "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
         + (f", {serving['stranded_pages']} STRANDED" if serving["stranded_pages"] else "")

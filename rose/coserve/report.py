@@ -177,12 +177,14 @@ def _lending(policy: Lending) -> dict[str, Any]:
 def _serving(node: Node) -> dict[str, Any]:
     device = node.device
     lease, board = device.lease, device.board
+    support = _support(lease)
+    judged = lease if support != "unknown" else None
     return {
         "alive": device.serving_alive(),
         "phase": _phase(lease),
-        "support": _support(lease),
-        "because": row_of_number(lease.row).feature if lease else "",
-        "found": device.found(),
+        "support": support,
+        "because": row_of_number(lease.row).feature if judged else "",
+        "found": device.found() if judged else "",
         "total_pages": lease.total_pages if lease else 0,
         "reserved_pages": lease.reserved_pages if lease else 0,
         "used_pages": board.used_pages if board else 0,
@@ -251,8 +253,12 @@ def _count(value: Any) -> int | None:
 
 
 def _support(lease: ServingLease | None) -> str:
-    """``elastic``, ``compute-only``, ``refused``; ``unknown`` while production is not there."""
-    return Support(lease.support).label if lease is not None and lease.support in list(Support) else "unknown"
+    """``elastic``, ``compute-only``, ``refused``; ``unknown`` while production is not there, or starts and has not said it."""
+    if lease is None or lease.support not in list(Support):
+        return "unknown"
+    support = Support(lease.support)
+    # Its first word is a phase alone; one that is refused says phase off.
+    return "unknown" if lease.phase == Phase.STARTING and support is Support.REFUSED else support.label
 
 
 def _phase(lease: ServingLease | RolloutLease | None) -> str:

@@ -61,6 +61,7 @@ class Production:
         self._node, self._peer = self._dir.node(), self._dir.rollout_lease()
         self.phase = Phase.READY
         self.support = Support.ELASTIC
+        self.total_pages = TOTAL_PAGES
         self.used = 0
         self.needed = 0
         self.overdrawn = 0
@@ -85,8 +86,8 @@ class Production:
                 ServingLease(
                     phase=self.phase,
                     support=self.support,
-                    total_pages=TOTAL_PAGES,
-                    reserved_pages=reserved,
+                    total_pages=self.total_pages,
+                    reserved_pages=min(reserved, self.total_pages),
                     heartbeat_ns=time.monotonic_ns(),
                 )
             )

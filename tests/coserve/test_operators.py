@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from rose.coserve.cli import app as cli
 from rose.coserve.records import Mode, Phase
 from rose.errors import EngineError, RequestError
+from rose.policy.compat import Support
 from tests.coserve.conftest import Device, alive, control, stop_sentinel, until
 
 
@@ -216,3 +217,24 @@ async def test_an_engine_that_does_not_come_is_a_failure_with_the_reason(
 
     assert done.exit_code == 1, done.output
     assert "engine    ready" not in done.stdout
+
+
+async def test_production_that_starts_has_no_verdict_before_it_says_one(device: Device) -> None:
+    """Its first word is a phase alone, and a row of zeros is the one of what the table does not know."""
+    production = device.produce()
+    production.phase, production.support, production.total_pages = Phase.STARTING, Support.REFUSED, 0
+    production.publish()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.device.lease is not None, "the agent has looked")
+    arguments = ["status", f"--dir={device.dir}", f"--token-file={device.token_file}"]
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    serving = json.loads((await asyncio.to_thread(CliRunner().invoke, cli, [*arguments, "--json"])).stdout)[
+        "serving"
+    ]
+    assert "serving   starting, no verdict yet, 0 used" in shown.stdout, shown.output
+    assert (serving["phase"], serving["support"], serving["because"]) == ("starting", "unknown", "")
+
+    production.phase = Phase.OFF
+    production.publish()
+    await until(lambda: agent.status()["serving"]["support"] == "refused", "the verdict is shown")
+    assert agent.status()["serving"]["because"] == "anything that is not in this table"
