@@ -183,7 +183,7 @@ def _serving(node: Node) -> dict[str, Any]:
         "alive": device.serving_alive(),
         "phase": _phase(lease),
         "support": support,
-        "because": row_of_number(lease.row).feature if judged else "",
+        "because": row_of_number(judged.row).feature if judged else "",
         "found": device.found() if judged else "",
         "total_pages": lease.total_pages if lease else 0,
         "reserved_pages": lease.reserved_pages if lease else 0,
