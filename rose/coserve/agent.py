@@ -426,8 +426,10 @@ class NodeAgent(Node):
     def _heed_assignment(self) -> None:
         because = self._released_because()
         if because != self.released_because:
-            self.released_because = because
-            if because:
+            was, self.released_because = self.released_because, because
+            if was and because:
+                logger.info("%s", because)
+            elif because:
                 logger.info("%s: its engine gives back what it holds", because)
             else:
                 logger.info("this device is the engine's, for job %s", self.assignment.job or "any")
@@ -439,7 +441,9 @@ class NodeAgent(Node):
         if self.assignment.held:
             return "the fleet is switched off here (rose fleet on)"
         if not self.told:
-            return "rose-scheduler has not said yet whether the fleet is on"
+            if self.engine.state != "ready":
+                return "the rollout engine is not ready yet; once it is, rose-scheduler is asked whether the fleet is on"
+            return "rose-scheduler has not answered yet whether the fleet is on"
         if self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S:
             return "no job wants this device"
         return ""

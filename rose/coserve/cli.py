@@ -94,14 +94,18 @@ def on(
 
 
 def _awaited(client: ControlClient, seconds: float) -> dict[str, Any]:
-    """The status once the rollout engine is ready, has been given up, or the time is over."""
+    """The status once the rollout engine is ready and the scheduler, if there is one, has answered; or it has been given up, or the time is
+    over."""
     begun_s, told = time.monotonic(), ""
     while True:
         status = client.status()
         engine, passed_s = status["engine"], time.monotonic() - begun_s
-        if engine["state"] in ("ready", "failed") or passed_s >= seconds:
+        is_ready, is_told = engine["state"] == "ready", status["assignment"].get("told", True)
+        if engine["state"] == "failed" or (is_ready and is_told) or passed_s >= seconds:
             return status
         now = f"engine {engine['state']}{_waits(engine)}{'; ' + engine['error'] if engine['error'] else ''}"
+        if is_ready:
+            now += f"; {status['assignment']['because']}: {status['scheduler']['error']}"
         if now != told:
             typer.echo(f"{passed_s:5.0f} s  {now}", err=True)
             told = now

@@ -75,7 +75,7 @@ class SchedulerUplink:
         self._registered: str | None = None
         self._seq = 0
         self.connected = False
-        self.error = "not tried yet"
+        self.error = "not asked yet: the rollout engine is not ready"
 
     async def run(self) -> None:
         """Until cancelled; takes the worker off the registry on the way out."""

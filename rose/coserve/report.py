@@ -119,6 +119,7 @@ def status(node: Node) -> dict[str, Any]:
             "active": not node.released,
             "because": node.released_because,
             "held": node.assignment.held or not node.told,
+            "told": node.told,
         },
         "lent_s": node.lent_s,
         "weights": None if node.weights is None else _weights(node.weights),

@@ -15,10 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner, Result
 
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
+from rose.coserve.cli import app as cli
 from rose.coserve.links import WeightSource
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
@@ -210,6 +212,12 @@ async def lent(device: Device, pages: int) -> None:
     await until(
         lambda: device.resident_pages() == pages, f"{pages} pages resident, not {device.resident_pages()}"
     )
+
+
+async def turned_on(device: Device, wait_s: float) -> Result:
+    """``rose node on --wait``."""
+    arguments = ["on", f"--dir={device.dir}", f"--token-file={device.token_file}", f"--wait={wait_s}"]
+    return await asyncio.to_thread(CliRunner().invoke, cli, arguments)
 
 
 class control:

@@ -16,12 +16,12 @@ from aiohttp import web
 
 from rose.coserve.agent import NodeAgent
 from rose.coserve.policies import PolicyCopies
-from rose.coserve.records import Mode
+from rose.coserve.records import Mode, Phase
 from rose.errors import EngineError, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, Registration
-from tests.coserve.conftest import Device, control, until
+from tests.coserve.conftest import Device, control, turned_on, until
 
 
 class Registry:
@@ -336,7 +336,7 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     await until(lambda: sources["s"].required == WeightVersion(1, 4))
     assert sources["r"].required is None
     assert (agent.status()["assignment"], agent.status()["weights"]["switches"]) == (
-        {"job": "b", "run": "s", "active": True, "held": False, "because": ""},
+        {"job": "b", "run": "s", "active": True, "held": False, "told": True, "because": ""},
         1,
     )
 
@@ -427,6 +427,38 @@ async def test_an_agent_that_starts_while_the_scheduler_is_away_lends_nothing_be
 
     registry.down = False
     await until(lambda: device.resident_pages() > 0)
+
+
+async def test_until_the_fleet_is_known_the_node_says_what_it_waits_for(
+    device: Device, registry: Registry
+) -> None:
+    """The scheduler is asked once there is an engine: before that it is not what is waited for."""
+    registry.down = True
+    agent = linked(device, registry, mode="observe")
+    production = device.production
+    assert production is not None
+    production.phase = Phase.STARTING
+    production.publish()
+    waiting = asyncio.create_task(turned_on(device, 200.0))
+    await until(lambda: agent.mode == Mode.ON)
+    told = agent.status()
+    assert told["assignment"]["because"].startswith("the rollout engine is not ready yet")
+    assert told["scheduler"] == {
+        "connected": False,
+        "error": "not asked yet: the rollout engine is not ready",
+    }
+
+    production.phase = Phase.READY
+    away = "rose-scheduler has not answered yet whether the fleet is on"
+    await until(lambda: agent.status()["assignment"]["because"] == away)
+    assert agent.status()["engine"]["state"] == "ready"
+    assert not waiting.done()
+
+    registry.down = False
+    done = await waiting
+    assert (done.exit_code, done.stderr.splitlines()[-1].startswith("nothing is lent")) == (0, False), (
+        done.output
+    )
 
 
 async def test_a_node_whose_fleet_is_switched_off_gives_its_memory_back_at_once_and_keeps_its_mode(

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from rose.coserve.cli import app as cli
 from rose.coserve.records import Mode, Phase
 from rose.errors import EngineError, RequestError
 from rose.policy.compat import Support
-from tests.coserve.conftest import Device, alive, control, stop_sentinel, until
+from tests.coserve.conftest import Device, alive, control, stop_sentinel, turned_on, until
 
 
 async def test_off_does_not_wait_for_an_engine_that_hangs(
@@ -174,11 +174,6 @@ async def test_a_dedicated_device_refuses_settings_of_serving(device: Device) ->
     async with control(device) as client:
         with pytest.raises(RequestError, match="serving: this device has no serving engine"):
             await asyncio.to_thread(client.set, floor_pages=1)
-
-
-async def turned_on(device: Device, wait_s: float) -> Result:
-    arguments = ["on", f"--dir={device.dir}", f"--token-file={device.token_file}", f"--wait={wait_s}"]
-    return await asyncio.to_thread(CliRunner().invoke, cli, arguments)
 
 
 async def test_who_waits_sees_the_engine_come_and_then_how_it_stands(
