@@ -98,7 +98,8 @@ class NodeAgent(Node):
         self._step_floor = StepFloor()
         self._num_commits = 0
         self._unwanted_s: float | None = None
-        self._follows_a_dead = False
+        self._order: Mode | None = None
+        """What was ordered here last, to us or to a killed agent before us; None: the configuration counts."""
         self._core_seen_s = 0.0
         self._deadline_s: float | None = None
         self._stop = asyncio.Event()
@@ -109,20 +110,36 @@ class NodeAgent(Node):
 
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
-        self._follows_a_dead = take_over(self)
+        self._order = self.mode if take_over(self) else None
         self._state = StateFile(self)  # first: it proves that we are the only one
         lift_what_is_left()
+        left = False
         try:
             await self._run()
+        except RoseError:
+            left = self._leave_order()
+            raise
         finally:
             with contextlib.suppress(OSError):
                 self.config.socket_path.unlink()
             self._decisions.close()
             self._state.close()
             try:
-                self.dir.remove()
+                if not left:
+                    self.dir.remove()
             except LedgerError as error:  # not our directory any more
                 logger.warning("%s", error)
+
+    def _leave_order(self) -> bool:
+        """What was ordered outlives an agent that an error has ended, as it does a killed one: whoever starts it again has not read its file anew."""
+        if self._order is None:
+            return False
+        self.mode = self._order
+        try:
+            self._publish()
+        except LedgerError:  # another agent has our place
+            return False
+        return True
 
     async def _run(self) -> None:
         config = self.config
@@ -142,6 +159,8 @@ class NodeAgent(Node):
         self.released_because = self._released_because()
         self._log_anew()
         self._set_mode()
+        if not self.wants_engine and (problem := self.engine.look()):
+            logger.warning("the rollout engine could not be started now: %s", problem)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -219,9 +238,10 @@ class NodeAgent(Node):
                 await engine.start(self.engine_size())
                 await self._while_it_fits()
             except ConfigError as error:
-                if first and not self._follows_a_dead:
-                    raise  # wrong from the beginning: say so and end
-                # It ran before, perhaps under an agent that was killed with its engine, which holds its port until it is dead: it may pass.
+                if first and self._order is None:
+                    raise  # wrong from the beginning, and nobody has spoken to us: say so and end
+                # An operator waits for an answer, or it ran before, perhaps under an agent that was killed with its engine, which holds its
+                # port until it is dead: it may pass.
                 engine.error = str(error)
                 logger.error("rollout engine: %s", error)
             except RoseError as error:
@@ -345,7 +365,7 @@ class NodeAgent(Node):
         """End harvesting by our own decision; an operator switches it on again."""
         logger.error("harvesting is off: %s; `rose node on` switches it on again", reason)
         self.errors[kind] = f"off: {reason}"
-        self.mode = Mode.OFF
+        self.mode = self._order = Mode.OFF
         self._set_mode()
 
     def _handle(self, event: Event) -> None:
@@ -501,7 +521,9 @@ class NodeAgent(Node):
             if mode != self.mode:
                 self.observed.clear()
                 self.engine.forgive()
-        self.mode = self.mode if mode is None else mode
+            self.mode = self._order = mode
+            if self.wants_engine:
+                self.engine.look()
         self.floor_pages = self.floor_pages if floor_pages is None else floor_pages
         self.max_lend_pages = self.max_lend_pages if max_lend_pages is None else max_lend_pages
         self.slo_ttft_ms = self.slo_ttft_ms if slo_ttft_ms is None else slo_ttft_ms

@@ -19,13 +19,15 @@ import typer
 from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
-from rose.errors import ConfigError
+from rose.errors import ConfigError, RoseError
 from rose.node_client import ControlClient
 from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
 
 ENV_DIR = "ROSE_DIR"
 _LOOK_S = 0.2
+EXIT_AGAIN = 75
+"""``EX_TEMPFAIL`` of sysexits.h, of an agent that had begun: what ended it may pass, and a supervisor may start it again.  2: its settings."""
 OPEN_FILES = 16_384
 """A version of a large model is thousands of objects, all of them mapped while it is staged."""
 
@@ -50,7 +52,10 @@ def run(
         list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
     ] = None,
 ) -> None:
-    """Run the node agent: it starts the rollout engine, and ends it when it ends."""
+    """Run the node agent: it starts the rollout engine, and ends it when it ends.
+
+    Exit code 2: its settings or tokens are wrong; 75: it had begun, and what ended it may pass.
+    """
     from rose.coserve.agent import NodeAgent
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -67,7 +72,12 @@ async def _run(agent_type: Any, settings: NodeConfig) -> None:
     needs = ["node", *(["relay"] if asks_relay else [])]
     if settings.weights is not None and settings.weights.signed and settings.weights.public_key is None:
         needs.append("public_key")
-    await agent_type(settings, Tokens.load(settings.token_file, needs)).run()
+    agent = agent_type(settings, Tokens.load(settings.token_file, needs))
+    try:
+        await agent.run()
+    except RoseError as error:
+        error.exit_code = EXIT_AGAIN
+        raise
 
 
 @app.command()

@@ -171,8 +171,7 @@ class RolloutEngine:
         engine = self.config.engine
         self.size = size
         self.restarts.started(time.monotonic())
-        require_files(engine)
-        require_free_port(engine.port, "engine.port", engine.host)
+        self._require()
         self.incarnation, self.token, self.lineage = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
         self.num_starts += 1
@@ -200,6 +199,22 @@ class RolloutEngine:
         self.state = "ready"
         self.restarts.came_up()
         logger.info("rollout engine ready after %.1f s, version %s", took_s, self.lineage)
+
+    def look(self) -> str:
+        """Say what would refuse a start now, in :attr:`error` too; "" where nothing would, or it runs.  What costs nothing to look at."""
+        if self.state != "down" or self.running:
+            return ""
+        try:
+            self._require()
+            self.error = ""
+        except ConfigError as error:
+            self.error = str(error)
+        return self.error
+
+    def _require(self) -> None:
+        engine = self.config.engine
+        require_files(engine)
+        require_free_port(engine.port, "engine.port", engine.host)
 
     @property
     def hurried(self) -> bool:

@@ -21,7 +21,17 @@ from rose.policy.compat import Support
 from rose.policy.lending_events import ALL_PAGES
 from rose.proc import Child
 from rose.units import PAGE_BYTES
-from tests.coserve.conftest import BY_DEFAULT, TOTAL_PAGES, Device, alive, lent, ready, stop_sentinel, until
+from tests.coserve.conftest import (
+    BY_DEFAULT,
+    TOTAL_PAGES,
+    Device,
+    alive,
+    control,
+    lent,
+    ready,
+    stop_sentinel,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(300)  # some engines are of the idle class
 
@@ -477,6 +487,44 @@ async def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(
         await device.agents[0][1]
     device.agents.clear()
     assert agent.engine.num_starts == 0
+
+
+async def test_an_order_to_lend_is_answered_with_what_is_wrong_and_waits_until_it_is_mended(
+    device: Device, tmp_path: Path
+) -> None:
+    device.produce()
+    agent = device.agent(mode="observe", engine={"model": str(tmp_path / "none"), "restart_pause_s": 0.05})
+    await until(lambda: device.dir.joinpath("agent.sock").exists())
+    async with control(device) as client:
+        before = await asyncio.to_thread(client.status)
+        assert "none is not a model folder" in before["engine"]["error"]
+        told = await asyncio.to_thread(lambda: client.set(mode="on", engine=True))
+        assert "none is not a model folder" in told["engine"]["error"]
+    await until(lambda: agent.engine.restarts.next_start_s > 0, "it was tried")
+    assert not device.agents[0][1].done()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
+    await ready(device, agent)
+
+
+async def test_what_was_ordered_outlives_an_agent_that_an_error_has_ended(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    production = device.produce()
+    production.phase = Phase.STARTING
+    agent = device.agent()
+    await until(lambda: agent.waits_for() == "serving is not ready")
+    agent.change(mode=Mode.OBSERVE)
+
+    def refused() -> None:
+        raise EngineError("no more")
+
+    monkeypatch.setattr(agent.device, "look", refused)
+    with pytest.raises(EngineError, match="no more"):
+        await device.agents[0][1]
+    device.agents.clear()
+    again = device.agent()
+    await until(lambda: again.waits_for() == "mode is observe")
 
 
 async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_path: Path) -> None:

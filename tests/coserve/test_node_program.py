@@ -6,6 +6,7 @@ import asyncio
 import sys
 from typing import Any
 
+from rose.coserve.cli import EXIT_AGAIN
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode
 from rose.node_client import ControlClient
@@ -121,3 +122,12 @@ async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
     text = log.decode()
     assert "rollout engine ready" in text
     assert not [token for token in (device.tokens.node, device.tokens.relay) if token in text]
+
+
+async def test_its_exit_code_tells_wrong_settings_from_what_may_pass(device: Device) -> None:
+    device.produce()
+    (device.path / "file").touch()
+    for change, code in ((("nodeid", "x"), 2), (("dir", str(device.path / "file" / "n")), EXIT_AGAIN)):
+        process = await start_program(device, **dict([change]))
+        _, log = await asyncio.wait_for(process.communicate(), 60.0)
+        assert process.returncode == code, log.decode()

@@ -16,6 +16,7 @@ from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
+from rose.errors import ConfigError
 from rose.private_dir import private_dir
 from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.deploy.programs import check_call, start_of
@@ -74,6 +75,11 @@ def test_the_units_name_programs_and_directories_that_belong_together() -> None:
     directory = load_config(NodeConfig, SYSTEMD / "node.toml", []).dir
     assert f"ROSE_DIR={directory}" in drop_in
     assert f"d {directory} 0700" in (SYSTEMD / "tmpfiles.conf").read_text()
+
+
+def test_an_agent_with_wrong_settings_is_not_started_again_and_again() -> None:
+    unit = (SYSTEMD / "rose-node@.service").read_text()
+    assert f"RestartPreventExitStatus={ConfigError.exit_code}\n" in unit
 
 
 def test_the_policys_weights_lie_on_a_disk_in_both_examples() -> None:
