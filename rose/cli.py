@@ -215,6 +215,8 @@ def replay(
         done = ", ".join(f"{count} {name}" for name, count in sorted(found.num_actions.items()))
         tail = "; its last frame is torn" if found.torn else ""
         console.print(Text(f"{log.name}: {found.num_events} events, same actions ({done or 'none'}){tail}"))
+        if found.ends:
+            console.print(Text(f"{log.name}: at its end {found.ends}"))
         if found.difference is not None:
             console.print(Text(f"{log.name}: {found.difference}", style="red"))
             raise typer.Exit(1)

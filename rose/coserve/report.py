@@ -154,7 +154,7 @@ def _reason(node: Node) -> str:
     """Why so much is lent.  To its policy a device that is kept back is one in mode off."""
     if node.mode != Mode.ON:
         return f"mode is {node.mode.name.lower()}"
-    return node.released_because or node.policy.blocked or node.policy.reason
+    return node.released_because or node.policy.stands_because
 
 
 def _lending(policy: Lending) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from rose.decisions.event_format import FORMATS, Book, EventFormat
 from rose.decisions.freeze import freeze, thaw
 from rose.errors import LedgerError, PolicyError
 from rose.frames import FRAME, MAX_RECORD_BYTES, frame
+from rose.policy.lending import Lending
 
 log = logging.getLogger("rose.decisions")
 
@@ -155,13 +156,14 @@ class DecisionLog:
 
 @dataclass(kw_only=True, slots=True)
 class Replayed:
-    """What a replay found.  ``difference`` is None when every action was the same."""
+    """What a replay found.  ``difference`` is None when every action was the same; ``ends``: what a device's status would say at its end."""
 
     path: Path
     num_events: int = 0
     num_actions: Counter[str] = field(default_factory=lambda: Counter[str]())
     torn: bool = False
     difference: str | None = None
+    ends: str = ""
 
 
 def replay(
@@ -205,6 +207,8 @@ def replay(
         if format_.always_check:
             book.check()
     book.check()
+    if isinstance(book, Lending):
+        found.ends = f"{book.lend_pages} pages lent: {book.stands_because}"
     return found
 
 

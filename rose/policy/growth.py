@@ -54,6 +54,11 @@ class WindowMax:
             self._peak = (start_s, most)
         return most
 
+    def forgotten_s(self, now_s: float) -> float:
+        """When the largest number will be forgotten; a smaller one may follow it."""
+        self.at(now_s)
+        return self._peak[0] + self._bucket_s + self._window_s
+
 
 class PeakGrowth:
     """The most that demand rose within a short horizon, over a long window; both times in seconds."""
@@ -75,3 +80,7 @@ class PeakGrowth:
 
     def peak_pages(self, now_s: float) -> int:
         return self._most.at(now_s)
+
+    def forgotten_s(self, now_s: float) -> float:
+        """When the peak will be forgotten; a smaller one may follow it."""
+        return self._most.forgotten_s(now_s)

@@ -368,6 +368,16 @@ class Lending(ABC):
             return "the device does not say what it has free"
         return None
 
+    @property
+    def _short_because(self) -> str:
+        reserve = self._device.device_reserve_bytes if self._device is not None else 0
+        return f"less than the reserve of {format_bytes(reserve)} is free"
+
+    @property
+    def stands_because(self) -> str:
+        """Why the loan is what it is, by what holds now; :attr:`reason` is what changed it last."""
+        return self.blocked or self.reason
+
     def check(self) -> None:
         """Assert the invariants of the module."""
         assert 0 <= self.lend_pages <= self.cap_pages
@@ -503,8 +513,8 @@ class Lending(ABC):
         pages = max(0, min(pages, self.cap_pages))
         if pages == self.lend_pages:
             return []
-        if blocked is None and pages == self._device_limit and self._device is not None:
-            reason = f"less than the reserve of {format_bytes(self._device.device_reserve_bytes)} is free"
+        if blocked is None and pages == self._device_limit:
+            reason = self._short_because
         shrinks = pages < self.lend_pages
         self.lend_pages, self.reason = pages, reason
         deadline_s = None

@@ -12,7 +12,7 @@ from collections import deque
 
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.lending import Lending, LendingParams
-from rose.policy.lending_events import ALL_PAGES, Action, Event, Phase, ServingReported
+from rose.policy.lending_events import ALL_PAGES, Action, Event, Phase, RolloutReported, ServingReported
 
 
 class LendingPolicy(Lending):
@@ -22,6 +22,26 @@ class LendingPolicy(Lending):
     - A cut restores the full headroom: the next one is at least ``headroom - watermark`` of growth away.
     - Growth is paced and pauses after cuts, which bounds how often rollouts are preempted.
     - Serving's cold prefixes are lent only while that costs it less than ``max_hit_rate_loss``.
+
+    Why a loan stands where it stands (:attr:`stands_because`, in ``rose node status`` and at the end of a replayed decision log): the
+    first of these that holds.  An action's ``reason`` is what changed the loan at that moment.
+
+    ====================================================================================  ==========================================================
+    what :attr:`blocked` says                                                             nothing may be lent at all
+    serving's use crossed the watermark                                                   or another cut's reason: what it asked for is not back yet
+    rollouts want less                                                                    it is all that they have use for
+    serving claims pages                                                                  what it waits for is not lent
+    less than the reserve of N is free                                                    by the device's own figure
+    serving's prompts miss prefixes                                                       :mod:`rose.policy.cold_cache`
+    the operator's limit                                                                  ``max_lend_pages``
+    serving's demand grew by N pages within one reclaim: so much is kept free for T more  T: ``growth_window_s`` after the burst
+    headroom and floor leave no more                                                      no burst is remembered
+    serving used N pages within the last T                                                and may again: ``use_window_s``
+    serving uses N pages                                                                  and has its headroom beside them
+    no growth for T more, after a cut                                                     ``cool_down_s``
+    no more than the latest of many cuts left, for T more                                 ``max_cuts`` in ``cut_window_s``
+    serving left room                                                                     the loan grows
+    ====================================================================================  ==========================================================
     """
 
     _cache: ColdCache | None = None  # also in the books of a decision log from before there was one
@@ -97,6 +117,49 @@ class LendingPolicy(Lending):
             until_s = max(until_s, self._cuts_s[0] + self.params.cut_window_s)
         return until_s
 
+    @property
+    def stands_because(self) -> str:
+        serving, rollout = self._serving, self._rollout
+        if self.blocked is not None or self._promises or serving is None or rollout is None:
+            return super().stands_because
+        if serving.compute_only or not self._mode.has_serving:
+            return super().stands_because
+        now_s, lend, target = self._now_s, self.lend_pages, self.target_pages
+        if rollout.wanted_pages and self._wanted_pages(serving, rollout) <= lend:
+            return "rollouts want less"
+        if target < lend + self.hysteresis_pages:
+            return self._limited_because(serving)
+        if now_s < self.cool_until_s:
+            return f"no growth for {_left(self.cool_until_s - now_s)} more, after a cut"
+        if now_s < self.frozen_until_s and self._rest_pages <= lend:
+            left = _left(self.frozen_until_s - now_s)
+            return f"no more than the latest of many cuts left, for {left} more"
+        return "serving left room"
+
+    def _limited_because(self, serving: ServingReported) -> str:
+        """What keeps the loan from being larger, where nothing could be added."""
+        now_s, cap, used = self._now_s, self.cap_pages, serving.used_pages
+        if serving.needed_pages and self._unclaimed_pages <= min(cap, self.total_pages - used):
+            return "serving claims pages"
+        lately = max(used, self._used.at(now_s))
+        room = self.total_pages - lately - self.headroom_pages
+        if room >= cap:
+            if cap == self._device_limit:
+                return self._short_because
+            if self._cache is not None and cap == self._cache.limit_pages < self._memory_pages:
+                return "serving's prompts miss prefixes"
+            if cap == self._mode.max_lend_pages:
+                return "the operator's limit"
+        kept = self.headroom_pages - math.ceil(self.params.min_headroom_fraction * self.total_pages)
+        if self.need_pages and kept > 0 and kept >= lately:
+            left = _left(self._growth.forgotten_s(now_s) - now_s)
+            return f"serving's demand grew by {self.need_pages} pages within one reclaim: so much is kept free for {left} more"
+        if room >= cap:
+            return "headroom and floor leave no more"
+        if lately > used:
+            return f"serving used {lately} pages within the last {_left(self.params.use_window_s)}"
+        return f"serving uses {used} pages"
+
     def check(self) -> None:
         super().check()
         if self._cache is not None:
@@ -115,6 +178,12 @@ class LendingPolicy(Lending):
             return 0
         return max(0, serving.total_pages - serving.needed_pages)
 
+    def _wanted_pages(self, serving: ServingReported, rollout: RolloutReported) -> int:
+        """What the rollout engine has use for, of one that says it."""
+        # Never below what is held: a smaller wish is no cut.  In whole chunks: of a loan of less serving lends nothing, and takes back what is held.
+        wanted = max(rollout.wanted_pages, rollout.reserved_pages)
+        return -(-wanted // serving.chunk_pages) * serving.chunk_pages
+
     def _decide(self) -> tuple[int, str]:
         serving, rollout = self._serving, self._rollout
         assert serving is not None
@@ -130,10 +199,8 @@ class LendingPolicy(Lending):
             return target, "serving's use crossed the watermark"
         wanted = ALL_PAGES
         if rollout.wanted_pages:
-            # Lending what nobody uses would cost serving its prefix cache.  Never below what is held: a
-            # smaller wish is no cut.  In whole chunks: of a loan of less serving lends nothing, and takes back what is held.
-            wanted = max(rollout.wanted_pages, rollout.reserved_pages)
-            wanted = -(-wanted // serving.chunk_pages) * serving.chunk_pages
+            # Lending what nobody uses would cost serving its prefix cache.
+            wanted = self._wanted_pages(serving, rollout)
             target = min(target, wanted)
             if wanted + self.hysteresis_pages <= lend:
                 return wanted, "rollouts want less"
@@ -193,3 +260,7 @@ class LendingPolicy(Lending):
         if self._cuts_s and self._now_s - self._cuts_s[-1] < self.reclaim_deadline_s:
             return
         self._cuts_s.append(self._now_s)
+
+
+def _left(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{math.ceil(seconds)} s"

@@ -316,6 +316,7 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
                 )
         actions = policy.handle(event)  # type: ignore[arg-type]
         policy.check()
+        assert policy.stands_because
         for action in actions:
             if isinstance(action, SetLend):
                 assert action.pages == policy.lend_pages
