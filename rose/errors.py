@@ -12,6 +12,7 @@
     |   +-- Gone                   410, cancelled or expired
     +-- CapacityError              429 queue full, 503 no capacity, 504 deadline; safe to retry where said
     +-- EngineError                502, an engine failed or answered nonsense
+    |   +-- AgentHangs             a node agent is there and says nothing
     +-- LedgerError                a shared file is missing, torn, of another version, or of another writer
     +-- WeightsError               a weight object or version
     |   +-- SectionCorrupt         checksum or stream is wrong; safe to fetch again
@@ -160,6 +161,12 @@ class EngineError(RoseError):
 
     status = 502
     code = "engine_failed"
+
+
+class AgentHangs(EngineError):
+    """A node agent is there and says nothing: it hangs, or no core is left to it."""
+
+    exit_code = 3
 
 
 class LedgerError(RoseError):

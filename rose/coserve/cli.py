@@ -19,7 +19,8 @@ import typer
 from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
-from rose.errors import ConfigError, RoseError
+from rose.coserve.standing import standing
+from rose.errors import AgentHangs, ConfigError, EngineError, RoseError
 from rose.node_client import ControlClient
 from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
@@ -136,9 +137,16 @@ def off(
 ) -> None:
     """Take everything back, and prove it.  Production is not restarted.
 
-    Exit code 1 if the rollout engine still holds something.
+    Exit code 1 if the rollout engine still holds something, 3 if the agent is there and does not answer: then with what the shared files
+    say of who holds what.
     """
-    answer = _client(directory, token_file).off(wait, engine=not stop_engine)
+    where = _directory(directory)
+    try:
+        answer = _client(where, token_file).off(wait, engine=not stop_engine, told=_told_of_off)
+    except EngineError as error:
+        for line in standing(where, ordered=isinstance(error, AgentHangs)):
+            typer.echo(line, err=True)
+        raise
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -154,6 +162,11 @@ def off(
         typer.echo("all memory is back" if answer["given_back"] else "NOT all memory is back")
     if not answer["given_back"]:
         raise typer.Exit(1)
+
+
+def _told_of_off(seconds: float, pages: int | None) -> None:
+    said = "the agent does not answer yet" if pages is None else f"the rollout engine has {pages} pages"
+    typer.echo(f"{seconds:5.0f} s  {said}", err=True)
 
 
 @app.command()
@@ -233,11 +246,15 @@ def status(directory: Dir = None, token_file: TokenFile = None, as_json: Json = 
     _show(_client(directory, token_file).status(), as_json)
 
 
-def _client(directory: Path | None, token_file: Path | None) -> ControlClient:
-    text = directory or os.environ.get(ENV_DIR)
+def _directory(given: Path | None) -> Path:
+    text = given or os.environ.get(ENV_DIR)
     if not text:
         raise ConfigError("no node directory", field="dir", fix=f"--dir PATH, or set {ENV_DIR}")
-    return ControlClient(Path(text), Tokens.load(token_file, ["node"]))
+    return Path(text)
+
+
+def _client(directory: Path | None, token_file: Path | None) -> ControlClient:
+    return ControlClient(_directory(directory), Tokens.load(token_file, ["node"]))
 
 
 def _show(status: dict[str, Any], as_json: bool) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
 import sys
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
 from rose.coserve.cli import EXIT_AGAIN
+from rose.coserve.cli import app as cli
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode
+from rose.errors import AgentHangs
 from rose.node_client import ControlClient
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
@@ -122,6 +129,39 @@ async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
     text = log.decode()
     assert "rollout engine ready" in text
     assert not [token for token in (device.tokens.node, device.tokens.relay) if token in text]
+
+
+async def test_off_beside_an_agent_that_hangs_says_so_and_who_holds_what_and_is_carried_out_later(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.node_client.ASK_S", 0.2)
+    monkeypatch.setattr("rose.node_client.SILENT_S", 0.5)
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        process.send_signal(signal.SIGSTOP)
+        arguments = ["off", f"--dir={device.dir}", f"--token-file={device.token_file}"]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+        assert isinstance(done.exception, AgentHangs)
+        assert done.exception.exit_code == 3
+        assert f"node agent of pid {process.pid} is there and does not answer" in str(done.exception)
+        assert "s  the agent does not answer yet" in done.stderr
+        assert re.search(r"rollout +holds 16 pages \(32", done.stderr), done.stderr
+        assert "carried out once it goes on" in done.stderr
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: device.resident_pages() == 0, "the order is carried out")
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_off_without_an_agent_says_what_is_held(device: Device) -> None:
+    device.produce()
+    arguments = ["off", f"--dir={device.dir}", f"--token-file={device.token_file}"]
+    done = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    assert "no node agent answers" in str(done.exception)
+    assert re.search(r"serving +has 20 of its 20 pages\nrollout +is not there\n", done.stderr), done.stderr
 
 
 async def test_its_exit_code_tells_wrong_settings_from_what_may_pass(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -160,6 +161,13 @@ async def test_control_asks_for_a_token_and_names_bad_fields(device: Device) -> 
             answer = await client.post("/set", content=body, headers=good)
             assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
     assert agent.floor_pages == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_a_promise_that_is_no_number_is_refused_by_its_name(device: Device, value: float) -> None:
+    async with control(device) as client:
+        with pytest.raises(RequestError, match=r"slo_tpot_ms: must be a number, got (nan|inf)"):
+            await asyncio.to_thread(lambda: client.set(slo_tpot_ms=value))
 
 
 async def test_without_an_agent_the_client_says_so(device: Device) -> None:
