@@ -267,12 +267,18 @@ def _take_everything_back() -> None:
             _starting = node_dir.serving_lease_writer()
         _starting.write(ServingLease(phase=Phase.STARTING, heartbeat_ns=time.monotonic_ns()))
         _starting.wake()
+    except Exception as error:  # noqa: BLE001  # fail-open: production starts whatever is the matter with our files
+        # Another production has it, or another user.
+        says = str(error) if isinstance(error, RoseError) else repr(error)
+        logger.error("ROSE cannot use its node directory: %s", says)
+        return
+    try:
         peers, until_s = Peers(node_dir, Trouble()), time.monotonic() + START_WAIT_S
         # Workers may hold memory for a moment longer than their core lives: nobody wakes us for them.
         while peers.pages() and time.monotonic() < until_s:
             time.sleep(START_LOOK_S)
         peers.close()
-    except Exception as error:  # noqa: BLE001  # fail-open: production starts whatever is the matter with our files
+    except Exception as error:  # noqa: BLE001  # fail-open
         logger.warning("ROSE: the rollout engine may not have given everything back: %r", error)
 
 

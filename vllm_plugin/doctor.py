@@ -333,8 +333,7 @@ def _predict(config: Any) -> tuple[Mapping[str, str], tuple[int, int] | None, tu
             plan = ChunkPlan.of(cache, piece_bytes)
         except ConfigError as error:
             return {**found, "small_cache": str(error)}, None, ()
-        # The first chunk has vLLM's null block and is never lent.
-        return found, (plan.total_pages, plan.total_pages - plan.chunk_pages), ()
+        return found, (plan.total_pages, plan.lendable_pages), ()
     except Exception as error:  # noqa: BLE001  # a prediction: the start decides
         return {}, None, (f"its KV cache cannot be predicted: {_words(error)}",)
 

@@ -131,8 +131,13 @@ class ChunkPlan:
 
     @property
     def total_pages(self) -> int:
-        """Pages of all chunks: what this engine could hold or lend."""
+        """Pages of all chunks: what this engine could hold."""
         return self.num_chunks * self.chunk_pages
+
+    @property
+    def lendable_pages(self) -> int:
+        """Of these at most: the first chunk has vLLM's null block and is never lent."""
+        return self.total_pages - self.chunk_pages
 
     def ranges(self, chunks: Iterable[int]) -> list[Range]:
         """Byte ranges ``(offset, length)`` of chunks, given in order, in the allocation; neighbours in one piece in each layer."""

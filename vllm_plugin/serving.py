@@ -31,6 +31,7 @@ from rose.policy.coserving.loans import LoanBook
 from rose.policy.coserving.search import LoanSearch
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
+from rose.units import PAGE_BYTES, format_bytes
 from vllm_plugin import compat, internals
 from vllm_plugin.board import Board
 from vllm_plugin.capacity import Balloon
@@ -154,6 +155,7 @@ class ServingSide:
         )
         self.before_schedule, self.after_schedule = self.hooks.before_schedule, self.hooks.after_schedule
         self.after_update = self.hooks.after_update
+        self._elastic = elastic
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rose-serving", daemon=True)
         self._lease.say()
@@ -170,6 +172,14 @@ class ServingSide:
         for rank in range(len(self._pagers.ranks)):
             notifier.watch(directory.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
         self._thread.start()
+        total, lendable = (
+            format_bytes(pages * PAGE_BYTES) for pages in (self.plan.total_pages, self.plan.lendable_pages)
+        )
+        logger.info(
+            "ROSE is on: %s KV memory may be lent; to see how it stands: rose node status --dir %s",
+            f"at most {lendable} of {total}" if self._elastic else f"compute only, none of {total}",
+            directory.path,
+        )
 
     def before_add(self, request: Any) -> None:
         """A request has arrived, and nothing of it is scheduled."""
