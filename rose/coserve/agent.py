@@ -152,7 +152,13 @@ class NodeAgent(Node):
             self.weights = WeightLoop(config.weights, config.weights_dir, self.engine, source)
         if config.scheduler is not None:
             self.uplink = SchedulerUplink(
-                config, config.scheduler, self._tokens, self.engine, self.heartbeat, self.assign
+                config,
+                config.scheduler,
+                self._tokens,
+                self.engine,
+                self.heartbeat,
+                self.assign,
+                self.refused,
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
@@ -416,7 +422,8 @@ class NodeAgent(Node):
             self._unwanted_s = None
         elif self._unwanted_s is None:
             self._unwanted_s = time.monotonic()
-        self.errors.pop("assignment", None)
+        for kind in ("assignment", "node_id"):
+            self.errors.pop(kind, None)
         if self.weights is not None and answer.floor_run is not None and answer.floor is not None:
             self.weights.require(answer.floor_run, WeightVersion.parse(answer.floor))
         if answer.run is None:
@@ -429,6 +436,12 @@ class NodeAgent(Node):
             self.errors["assignment"] = (
                 f"run {answer.run} is wanted, and no [weights] say where it is published"
             )
+
+    def refused(self, why: str) -> None:
+        """rose-scheduler does not know this node, for another one has its name: no order of the fleet's could reach it, so it lends
+        nothing."""
+        self.errors["node_id"] = why
+        self.told = False
 
     def lend(self, seconds: float) -> None:
         """Its owner leaves a borrowed device to the engine for so long from now; 0: it wants it back.
@@ -461,6 +474,8 @@ class NodeAgent(Node):
         if self.assignment.held:
             return "the fleet is switched off here (rose fleet on)"
         if not self.told:
+            if "node_id" in self.errors:
+                return f"another node has the node_id {self.config.node_id}"
             if self.engine.state != "ready":
                 return "the rollout engine is not ready yet; once it is, rose-scheduler is asked whether the fleet is on"
             return "rose-scheduler has not answered yet whether the fleet is on"

@@ -36,6 +36,7 @@ from rose.lineage import Lineage, WeightVersion
 from rose.signatures import PublicKeys
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, read_refusal
+from rose.wire.hosts import host_name
 from rose.wire.http_client import HttpAnswer, ask, open_client
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
@@ -57,6 +58,7 @@ class SchedulerUplink:
     Args:
         heartbeat: Builds a heartbeat of this incarnation, with this number.
         assigned: Told of each answer: whom the scheduler wants this device to serve.
+        refused: Told why this node may not be registered: another one has its ``node_id``.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class SchedulerUplink:
         engine: RolloutEngine,
         heartbeat: Callable[[str, int], Heartbeat],
         assigned: Callable[[HeartbeatAnswer], None] = lambda answer: None,
+        refused: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._config, self._link, self._engine, self._heartbeat = config, link, engine, heartbeat
-        self._assigned = assigned
+        self._assigned, self._refused = assigned, refused
         self._tokens = tokens
         self._addresses = Addresses(link.url)
         self._registered: str | None = None
@@ -95,15 +98,10 @@ class SchedulerUplink:
         engine = self._engine
         try:
             if engine.state == "ready" and self._registered != engine.incarnation:
-                await self._post(client, "/workers", self._registration(), Registered)
-                self._registered = engine.incarnation
-                logger.info("registered at the scheduler as %s", self._config.node_id)
+                await self._register(client)
             if self._registered is None:
                 return
-            self._seq += 1
-            path = f"/workers/{self._config.node_id}/heartbeat"
-            body = self._heartbeat(self._registered, self._seq)
-            answer = await self._post(client, path, body, HeartbeatAnswer)
+            answer = await self._say(client, self._registered)
             if not answer.known:
                 self._registered = None
             else:
@@ -111,11 +109,32 @@ class SchedulerUplink:
         except RequestError as error:
             if error.status == 404:
                 self._registered = None
-            self._note(str(error))
+            self._note(str(error), logging.ERROR if error.status == 409 else logging.WARNING)
         except EngineError as error:
             self._note(str(error))
         else:
             self._note("")
+
+    async def _register(self, client: httpx.AsyncClient) -> None:
+        incarnation = self._engine.incarnation
+        try:
+            await self._post(client, "/workers", self._registration(), Registered)
+        except RequestError as error:
+            if error.status == 409:
+                self._registered = None
+                self._refused(str(error))
+                await self._say(
+                    client, incarnation
+                )  # what it holds, until it holds nothing, is counted all the same
+            raise
+        self._registered = incarnation
+        logger.info("registered at the scheduler as %s", self._config.node_id)
+
+    async def _say(self, client: httpx.AsyncClient, incarnation: str) -> HeartbeatAnswer:
+        """A heartbeat."""
+        self._seq += 1
+        path = f"/workers/{self._config.node_id}/heartbeat"
+        return await self._post(client, path, self._heartbeat(incarnation, self._seq), HeartbeatAnswer)
 
     def _registration(self) -> Registration:
         config = self._config
@@ -130,6 +149,7 @@ class SchedulerUplink:
             vocab_size=self._engine.vocab_size,
             max_num_seqs=self._engine.max_num_seqs,
             logprobs_mode=self._engine.logprobs_mode,
+            host=host_name() or None,
         )
 
     async def _leave(self, client: httpx.AsyncClient) -> None:
@@ -181,11 +201,11 @@ class SchedulerUplink:
         except RequestError as error:
             raise EngineError(f"{path} answered nonsense: {error}", field="scheduler") from None
 
-    def _note(self, error: str) -> None:
+    def _note(self, error: str, level: int = logging.WARNING) -> None:
         """Log a change of the link's state, not every beat of it."""
         if (not error) != self.connected or (error and error != self.error):
-            log = logger.info if not error else logger.warning
-            log("scheduler %s: %s", self._addresses.current, error or "connected")
+            level = level if error else logging.INFO
+            logger.log(level, "scheduler %s: %s", self._addresses.current, error or "connected")
         self.connected, self.error = not error, error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,7 +21,7 @@ from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
 from rose.policy.lending_events import ALL_PAGES
 from rose.wire.addresses import Addresses
-from rose.wire.hosts import in_url
+from rose.wire.hosts import host_name, in_url
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]
@@ -217,11 +218,17 @@ def _first_mode(given: dict[str, Any]) -> Literal["observe", "on"]:
     return "on" if given.get("serving") is None else "observe"
 
 
+def _own_name(given: dict[str, Any]) -> str:
+    """One file may be right for many hosts."""
+    directory = given["dir"].name if "dir" in given else ""  # what is wrong with it is said of it
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{host_name() or 'localhost'}-{directory}")[:128]
+
+
 class NodeConfig(Section):
-    node_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    """Worker id at the scheduler."""
     dir: Path
     """Shared with the serving engine (its ``ROSE_DIR``); best on tmpfs, for example /dev/shm/rose-gpu0."""
+    node_id: str = Field(default_factory=_own_name, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """Worker id at the scheduler, of this node alone.  Left out: the host's name and the last part of ``dir``, HOST-rose-gpu0."""
     token_file: Path | None = None
     """None = the file that ROSE_TOKEN_FILE names."""
     serving: ServingConfig | None = None

@@ -378,6 +378,7 @@ class ControlRoutes:
         workers = self._dispatcher.book.fleet.workers
         if worker_id not in workers and len(workers) >= self._config.limits.max_workers:
             raise RequestError("too many workers", field="worker_id", status=429, code="queue_full")
+        self._fleet.check_name(body, url)
         self._dispatcher.register(
             te.WorkerRegistered(
                 at_s=self._dispatcher.now_s(),
@@ -395,6 +396,7 @@ class ControlRoutes:
                 token=body.engine_token,
                 vocab_size=body.vocab_size,
                 logprobs_mode=body.logprobs_mode,
+                host=body.host or "",
             ),
         )
         return json_response(encode(Registered(worker_id=worker_id)))
@@ -439,6 +441,8 @@ class ControlRoutes:
         if known:
             answer.held = self._fleet.heard(worker_id, body)
             answer.own_run = self._config.provisioning.mode != "on"
+        else:
+            self._fleet.heard_unknown(worker_id, body)
         if worker is not None and worker.job is not None:
             answer.active = worker.job != ""
             answer.job = worker.job or None

@@ -144,6 +144,8 @@ class Endpoint:
     vocab_size: int | None = None
     logprobs_mode: str | None = None
     """vLLM's ``--logprobs-mode``; None: it did not say."""
+    host: str = ""
+    """Its node's, by the node's own word; "": it did not say."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.worker_id}, {self.url})"

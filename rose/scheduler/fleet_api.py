@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rose.errors import CapacityError, RequestError
+from rose.errors import CapacityError, Conflict, RequestError
 from rose.policy.fleet_switch import (
     DEFAULT_GROUP,
     MAX_GROUPS,
@@ -25,18 +25,21 @@ from rose.policy.fleet_switch import (
     Released,
     TakenBack,
 )
+from rose.policy.namesakes import Holder, Namesakes, NodePlace
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import json_response, read_wire
 from rose.scheduler.journal import Journal
 from rose.wire.answers import FleetNode, FleetStatus
 from rose.wire.fleet import FleetOff, FleetOn
-from rose.wire.workers import Heartbeat
+from rose.wire.workers import Heartbeat, Registration
 
 log = logging.getLogger("rose.scheduler")
 
 FILE = "fleet.json"
 RETRY_S = 1.0
 """Between attempts to keep what could not be kept."""
+MAX_NAMESAKES = 4096
+_MAX_NAME_CHARS = 128
 FORMAT = 1
 _MAX_BYTES = 1 << 20
 
@@ -56,13 +59,52 @@ class FleetRoutes:
         self._kept: dict[str, Any] | None = self._switch.state()
         """What the file says; None: nobody can tell."""
         self._try_at_s = 0.0
+        self._namesakes = Namesakes[Heartbeat](
+            fresh_s=dispatcher.book.fleet.params.dead_s, most=MAX_NAMESAKES
+        )
 
     # --- heartbeats
+
+    def check_name(self, body: Registration, url: str) -> None:
+        """Raises:
+        Conflict: Another node has this name, and lives.
+        """
+        name, place, now_s = (
+            body.worker_id,
+            NodePlace(url=url, host=body.host or ""),
+            self._dispatcher.now_s(),
+        )
+        worker, endpoint = self._dispatcher.book.fleet.workers.get(name), self._dispatcher.endpoints.get(name)
+        if worker is None or endpoint is None:
+            return
+        has_it = NodePlace(url=endpoint.url, host=endpoint.host)
+        holder = Holder(incarnation=worker.incarnation, heard_s=worker.heard_at_s, place=has_it)
+        num_refusals = self._namesakes.num_refusals(now_s, name, body.incarnation, place, holder)
+        if not num_refusals:
+            return
+        if num_refusals == 1:
+            log.error("two nodes have the node_id %s: %s has it, %s is refused", name, has_it, place)
+        raise Conflict(
+            f"is in use: the node at {has_it} has this node_id, and lives",
+            field="worker_id",
+            fix="give each node a node_id of its own; if that node is gone for good, this one is let in "
+            f"{self._namesakes.fresh_s:g} s after its last heartbeat",
+        )
+
+    def heard_unknown(self, worker_id: str, body: Heartbeat) -> None:
+        """A node has spoken that is not registered, or not any more."""
+        if len(worker_id) <= _MAX_NAME_CHARS:
+            self._namesakes.heard(self._dispatcher.now_s(), worker_id, body.incarnation, body)
 
     def heard(self, worker_id: str, body: Heartbeat) -> bool:
         """A node has spoken; whether it is held."""
         now_s = self._dispatcher.now_s()
         group = body.group or DEFAULT_GROUP
+        before_s, before = self._said.get(worker_id, (now_s, body))
+        if before.incarnation != body.incarnation and before.held_pages != 0:
+            # A node that was started again says so no more, and another one of this name goes on.
+            self._namesakes.heard(before_s, worker_id, before.incarnation, before)
+        self._namesakes.has_the_name(worker_id, body.incarnation)
         self._said[worker_id] = now_s, body
         measured = body.serving_ttft_p99_s is not None or body.serving_tpot_p99_s is not None
         self._switch.said(
@@ -76,6 +118,7 @@ class FleetRoutes:
             del self._said[name]
             self._switch.gone(name)
         now_s = self._dispatcher.now_s()
+        self._namesakes.forget_silent(now_s)
         self._log(self._switch.tick(now_s))
         if self._switch.state() != self._kept and now_s >= self._try_at_s:
             self._try_at_s = now_s + RETRY_S
@@ -164,24 +207,19 @@ class FleetRoutes:
     def _status(self) -> FleetStatus:
         switch, now_s = self._switch, self._dispatcher.now_s()
         release, skipped = switch.release, switch.skipped()
-        nodes: list[FleetNode] = [
-            {
-                "node": name,
-                "group": body.group or DEFAULT_GROUP,
-                "ordered": "off" if switch.is_held(body.group or DEFAULT_GROUP) else "on",
-                "held": body.held,
-                "mode": body.mode,
-                "held_pages": body.held_pages,
-                "silent_s": round(now_s - heard_s, 3),
-                "skipped": name in skipped,
-                "ttft_p99_s": body.serving_ttft_p99_s,
-                "slo_ttft_s": body.slo_ttft_s,
-                "tpot_p99_s": body.serving_tpot_p99_s,
-                "slo_tpot_s": body.slo_tpot_s,
-                "late": broken_promise(body),
-            }
+        nodes = [
+            self._row(name, now_s - heard_s, body, skipped=name in skipped)
             for name, (heard_s, body) in sorted(self._said.items())
         ]
+        for name, stranger in self._namesakes.strangers(now_s):
+            where = "" if stranger.place is None else str(stranger.place)
+            said = stranger.said
+            if said is None:  # what it has it has not said; its file is most likely a copy
+                group = self._said[name][1].group if name in self._said else None
+                said = Heartbeat(incarnation="", seq=0, state="starting", group=group)
+            row = self._row(name, now_s - stranger.heard_s, said, skipped=False)
+            row["unregistered"], row["at"] = True, where
+            nodes.append(row)
         return {
             "all_held": switch.all_held,
             "held": dict(switch.held),
@@ -194,6 +232,26 @@ class FleetRoutes:
             },
             "taken_back": switch.taken_back,
             "nodes": nodes,
+        }
+
+    def _row(self, name: str, silent_s: float, body: Heartbeat, *, skipped: bool) -> FleetNode:
+        group = body.group or DEFAULT_GROUP
+        return {
+            "node": name,
+            "unregistered": False,
+            "at": "",
+            "group": group,
+            "ordered": "off" if self._switch.is_held(group) else "on",
+            "held": body.held,
+            "mode": body.mode,
+            "held_pages": body.held_pages,
+            "silent_s": round(silent_s, 3),
+            "skipped": skipped,
+            "ttft_p99_s": body.serving_ttft_p99_s,
+            "slo_ttft_s": body.slo_ttft_s,
+            "tpot_p99_s": body.serving_tpot_p99_s,
+            "slo_tpot_s": body.slo_tpot_s,
+            "late": broken_promise(body),
         }
 
     # --- the file

@@ -47,7 +47,7 @@ def status(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: Json =
     """
     told = CliClient(url, token_file, "admin").ask("GET", "/fleet")
     _print(told, as_json)
-    if any(_holds(node) or (node["ordered"] == "on" and node["late"]) for node in told["nodes"]):
+    if any(holds(node) or (node["ordered"] == "on" and node["late"]) for node in told["nodes"]):
         raise typer.Exit(1)
 
 
@@ -71,8 +71,8 @@ def off(
     if as_json:
         _print(told, as_json)
         return
-    told = _follow(client, told, wait, lambda told: not any(map(_holds, told["nodes"])))
-    left = [node["node"] for node in told["nodes"] if _holds(node)]
+    told = _follow(client, told, wait, lambda told: not any(map(holds, told["nodes"])))
+    left = [_name(node) for node in told["nodes"] if holds(node)]
     typer.echo(f"NOT all memory is back: {', '.join(left)}" if left else "all memory is back")
     if left:
         raise typer.Exit(1)
@@ -127,7 +127,12 @@ def _follow(
     return told
 
 
-def _holds(node: dict[str, Any]) -> bool:
+def _name(node: dict[str, Any]) -> str:
+    """With the place, of one that has not the name for itself."""
+    return f"{node['node']} at {node['at']}" if node.get("at") else node["node"]
+
+
+def holds(node: dict[str, Any]) -> bool:
     """Is it ordered off, and has not said that it holds nothing?"""
     return node["ordered"] == "off" and (
         node["held_pages"] != 0 or node["held"] is not True or node["silent_s"] > _SILENT_S
@@ -166,6 +171,8 @@ def _page(told: dict[str, Any]) -> Group:
         table.add_column(heading, overflow="fold")
     for node in nodes:
         says = []
+        if node.get("unregistered"):  # an older scheduler does not say
+            says.append("NOT REGISTERED")
         if node["held"] is None:
             says.append("knows no fleet orders: update it")
         if node["silent_s"] > _SILENT_S:
@@ -182,7 +189,12 @@ def _page(told: dict[str, Any]) -> Group:
             Text(_latency(node["tpot_p99_s"], node["slo_tpot_s"])),
             Text(", ".join(says), "bold red" if says else ""),
         )
-    return Group(head, table)
+    twins = [
+        Text(f"{node['node']} is the node_id of {node['at']} as well, which is not registered", "bold red")
+        for node in nodes
+        if node.get("at")
+    ]
+    return Group(head, table, *twins)
 
 
 def _silence(node: dict[str, Any]) -> str:

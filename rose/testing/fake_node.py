@@ -22,6 +22,7 @@ from rose.wire.addresses import Addresses
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
+_CONFLICT = 409
 _PATIENCE = aiohttp.ClientTimeout(total=5.0)
 """With a scheduler that hangs; a node agent's."""
 
@@ -87,8 +88,15 @@ class FakeNode:
         )
         data = msgspec.json.encode(body)
         url = f"{self._addresses.current}/workers"
-        async with self._session.post(url, data=data, headers=self._headers, timeout=_PATIENCE) as response:
-            response.raise_for_status()
+        while True:
+            async with self._session.post(
+                url, data=data, headers=self._headers, timeout=_PATIENCE
+            ) as response:
+                if response.status != _CONFLICT:
+                    response.raise_for_status()
+                    return
+            # Somebody of this name was heard a moment ago, at another port most likely, and may be gone.
+            await asyncio.sleep(self._period_s)
 
     async def beat(self, state: Literal["ready", "starting", "stopping"] = "ready") -> bool:
         """One heartbeat; False when the scheduler does not know us."""

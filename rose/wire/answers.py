@@ -362,6 +362,10 @@ class FleetNode(TypedDict):
     """A node by its last heartbeat."""
 
     node: str
+    unregistered: bool
+    """It was heard, and has not this name: another node of the same ``node_id``, most likely."""
+    at: str
+    """Where it says it is, if it was refused the name; else empty."""
     group: str
     """Of the fleet's switch."""
     ordered: Literal["off", "on"]

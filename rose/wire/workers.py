@@ -52,6 +52,8 @@ class Registration(Struct, kw_only=True, omit_defaults=True):
     """What is beyond it waits in the scheduler, where it can still go to whoever is free first."""
     logprobs_mode: ShortName | None = None
     """vLLM's ``--logprobs-mode``: of which distribution its log-probs are."""
+    host: ShortName | None = None
+    """The node's, as it calls itself: two hosts with one ``worker_id`` are told apart also where their ``url`` was copied as well."""
 
 
 class Registered(Struct, kw_only=True):

@@ -19,6 +19,7 @@ from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Mode, Phase
 from rose.errors import EngineError, SectionCorrupt
 from rose.lineage import WeightVersion
+from rose.wire.hosts import host_name
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, Registration
 from tests.coserve.conftest import Device, control, turned_on, until
@@ -136,6 +137,7 @@ async def test_an_engine_is_registered_once_and_then_beats(device: Device, regis
             vocab_size=1000,
             max_num_seqs=32,
             logprobs_mode="processed_logprobs",
+            host=host_name() or None,
         )
     ]
     seqs = [beat.seq for beat in registry.beats]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from rose.config import validate
@@ -33,6 +35,18 @@ def test_a_file_that_says_no_mode_lends_nothing_of_production() -> None:
     assert validate(NodeConfig, {**table, "serving": {}, "mode": "on"}).mode == "on"
     assert validate(NodeConfig, table).mode == "on"
     assert validate(NodeConfig, {**table, "borrowed": True}).mode == "on"
+
+
+def test_a_file_that_is_right_for_many_hosts_gives_each_of_their_devices_a_name_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = {"dir": "/run/rose/gpu 0", "engine": {"model": "m", "max_model_len": 512}}
+    for host, node_id in (("host7", "host7-gpu_0"), ("h" * 64, "h" * 64 + "-gpu_0"), ("", "localhost-gpu_0")):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert validate(NodeConfig, table).node_id == node_id
+    assert validate(NodeConfig, {**table, "node_id": "mine"}).node_id == "mine"
+    with pytest.raises(ConfigError, match="dir"):
+        validate(NodeConfig, {"engine": table["engine"]})
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rose.coserve.records import NodeState
 from rose.errors import ConfigError
 from rose.private_dir import private_dir
 from rose.scheduler.scheduler_config import SchedulerConfig
+from rose.wire.hosts import host_name
 from tests.deploy.programs import check_call, start_of
 from tests.users import STRANGER, act_as, needs_root, volume
 
@@ -30,6 +31,7 @@ SIDECAR = DEPLOY / "kubernetes" / "sidecar.yaml"
 def test_the_nodes_settings_load() -> None:
     config = load_config(NodeConfig, SYSTEMD / "node.toml", [])
     assert config.mode == "observe"
+    assert config.node_id == f"{host_name() or 'localhost'}-gpu0"  # copied from host to host as it is
     assert config.lending.max_slo_breaches > 0
 
 

@@ -65,10 +65,18 @@ class RealWorker:
             return await response.json()
 
     async def register(self) -> None:
-        await self.tell(
-            "/workers", worker_id=self.name, url=self.server.url, tier=self.tier, model="policy", max_model_len=512,
-            vocab_size=250,
-        )  # fmt: skip
+        """An engine at another port is let in when the one before it has been silent for a while."""
+        while True:
+            try:
+                await self.tell(
+                    "/workers", worker_id=self.name, url=self.server.url, tier=self.tier, model="policy", max_model_len=512,
+                    vocab_size=250,
+                )  # fmt: skip
+                return
+            except aiohttp.ClientResponseError as refused:
+                if refused.status != 409:
+                    raise
+            await asyncio.sleep(0.3)
 
     async def beat(self) -> None:
         for seq in itertools.count(1):

@@ -27,32 +27,41 @@ LATE = {"serving_ttft_p99_s": 0.9, "slo_ttft_s": 0.5}
 class Node:
     """A node agent, as far as the scheduler can tell, that obeys at once."""
 
-    def __init__(self, world: World, name: str, group: str | None = None) -> None:
+    def __init__(
+        self, world: World, name: str, group: str | None = None, incarnation: str = "1", port: int = 9
+    ) -> None:
         self.world, self.name, self.group = world, name, group
+        self.incarnation, self.port = incarnation, port
         self.seq = 0
         self.held = False
         self.pages = 40
         self.more: dict[str, Any] = {}
 
-    async def register(self) -> None:
+    async def register(self, **fields: Any) -> tuple[int, Any]:
         body = {
             "worker_id": self.name,
-            "url": "http://127.0.0.1:9",
+            "url": f"http://127.0.0.1:{self.port}",
             "tier": "harvested",
             "model": "policy",
             "max_model_len": 512,
-            "incarnation": "1",
+            "incarnation": self.incarnation,
         }
-        await self.world.ok("POST", "/workers", body, role="node")
+        return await self.world.call("POST", "/workers", body | fields, role="node")
 
     async def beat(self, **fields: Any) -> dict[str, Any]:
         self.seq += 1
-        body = {"incarnation": "1", "seq": self.seq, "state": "ready", "version": "0.0", "mode": "on"}
+        body = {
+            "incarnation": self.incarnation,
+            "seq": self.seq,
+            "state": "ready",
+            "version": "0.0",
+            "mode": "on",
+        }
         body |= {"held": self.held, "held_pages": 0 if self.held else self.pages, "group": self.group}
         answer = await self.world.ok(
             "POST", f"/workers/{self.name}/heartbeat", body | IN_TIME | self.more | fields, role="node"
         )
-        self.held = answer["held"]
+        self.held = answer["held"] if answer["known"] else self.held
         return answer
 
 
@@ -60,7 +69,7 @@ async def nodes_of(world: World) -> list[Node]:
     await world.start()
     nodes = [Node(world, "a", "canary"), Node(world, "b"), Node(world, "c", "eu")]
     for node in nodes:
-        await node.register()
+        assert (await node.register())[0] == 200
         await node.beat()
     return nodes
 
@@ -417,3 +426,71 @@ async def test_the_command_says_that_a_stage_was_taken_back(
     code, text = await running
     assert code == 1
     assert "off again: c in group eu: P99 first token is 900 ms" in text
+
+
+async def test_a_second_node_of_one_name_is_refused_while_the_first_is_heard(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages count all the same, and an engine that was started again is at once let in."""
+    a = (await nodes_of(world))[0]
+    twin = Node(world, "a", "canary", "2", port=10)
+    for _ in range(3):
+        status, refused = await twin.register(host="host8")
+        assert (status, refused["error"]["param"]) == (409, "worker_id")
+    assert "is in use: the node at http://127.0.0.1:9 has this node_id" in refused["error"]["message"]
+    assert "give each node a node_id of its own" in refused["error"]["message"]
+    said = [record.getMessage() for record in caplog.records if "two nodes have" in record.getMessage()]
+    assert len(said) == 1
+    assert "http://127.0.0.1:10 (host host8) is refused" in said[0]
+
+    assert (await twin.beat())["known"] is False
+    told = await order(world, "off")
+    (row,) = (one for one in told["nodes"] if one["unregistered"])
+    assert (row["node"], row["ordered"], row["held_pages"]) == ("a", "off", 40)
+    assert row["at"] == "http://127.0.0.1:10 (host host8)"
+
+    again = Node(world, "a", "canary", "3")
+    assert (await again.register())[0] == 200
+    assert (await again.beat())["held"] is True
+    assert (await a.beat())["known"] is False
+
+
+async def test_one_that_falls_silent_leaves_its_name_to_another(world: World) -> None:
+    a = (await nodes_of(world))[0]
+    twin = Node(world, "a", "canary", "2", port=10)
+    assert (await twin.register())[0] == 409
+    assert (await a.beat())["known"] is True
+    world.scheduler.book.fleet.workers["a"].heard_at_s -= world.scheduler.book.fleet.params.dead_s
+    assert (await twin.register())[0] == 200
+    assert (await twin.beat())["known"] is True
+    assert (await a.register())[0] == 409
+
+
+async def test_not_all_memory_is_back_while_another_node_of_the_name_holds_some(
+    world: World, tmp_path: Path
+) -> None:
+    """Of an agent that knows no refusal, at the same address: nothing tells it from an engine that was started again."""
+    first = (await nodes_of(world))[0]
+    twin = Node(world, "a", "canary", "2")
+    assert (await twin.register())[0] == 200
+    assert (await twin.beat())["known"] is True
+
+    async def beat() -> None:
+        while True:
+            await twin.beat()
+            if not (await first.beat(held=False, held_pages=99))["known"]:
+                await first.register()
+            await asyncio.sleep(0.02)
+
+    beating = asyncio.create_task(beat())
+    for name in ("b", "c"):
+        await world.ok("DELETE", f"/workers/{name}", role="node")
+    try:
+        code, out = await run(world, tmp_path, "off", "--wait", "1.5")
+        assert (code, "NOT all memory is back: a at http://127.0.0.1:9" in out) == (1, True), out
+        code, out = await run(world, tmp_path, "status")
+        assert (code, "198 MiB" in out) == (1, True), out
+        assert "a is the node_id of http://127.0.0.1:9 as well, which is not registered" in out
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
