@@ -86,6 +86,10 @@ class NoEngine(Exception):
     """vLLM itself would not start with this command line."""
 
 
+class TooSmall(NoEngine):
+    """Its KV cache has not room for one request of ``max_model_len``."""
+
+
 # --------------------------------------------------------------------------- vLLM's configuration, as `vllm serve` makes it
 
 
@@ -183,10 +187,10 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     of such an engine the cache has the model's own, and its size is not the real one.
 
     Raises:
-        Exception: vLLM makes no cache of them, for want of memory or otherwise.
+        TooSmall: vLLM makes none of the size that the arguments tell, and would of a larger one.
+        Exception: vLLM makes no cache of them.
     """
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -236,8 +240,26 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     known = not _has_drafter(config) and (
         cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
     )
-    (made,) = get_kv_cache_configs(config, [layers], [cache.kv_cache_memory_bytes or _ASSUMED_BYTES])
-    return made, known
+    return _made(config, layers), known
+
+
+def _made(config: Any, layers: Mapping[str, Any]) -> Any:
+    """vLLM's own way from layers to a ``KVCacheConfig``.  Raises as :func:`predicted_cache`."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    cache = config.cache_config
+    num_blocks, num_bytes = cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes
+    try:
+        return get_kv_cache_configs(config, [dict(layers)], [num_bytes or _ASSUMED_BYTES])[0]
+    except ValueError as error:
+        cache.num_gpu_blocks_override = None
+        try:
+            get_kv_cache_configs(config, [dict(layers)], [_ASSUMED_BYTES])
+        except Exception:  # noqa: BLE001  # not for want of memory
+            raise error from None
+        finally:
+            cache.num_gpu_blocks_override = num_blocks
+        raise TooSmall(_words(error)) from error
 
 
 def _has_drafter(config: Any) -> bool:
@@ -277,7 +299,14 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
         return replace(answer, support=support.label, rows=(_touched(because, role, support, says),))
     if standing.support is not Support.REFUSED:
         compat.take_places(config, standing)
-    predicted, pages, notes = _predict(config)
+    try:
+        predicted, pages, notes = _predict(config)
+    except TooSmall as error:
+        return replace(
+            answer,
+            problem=f"vLLM does not start with it: its KV cache is too small, as predicted: {error}",
+            fix="more --kv-cache-memory-bytes, or a smaller --max-model-len",
+        )
     # As at the start, what the cache tells comes last; of one row, what is certain.
     found = compat.of_line({**found, **predicted, **found})
     standing = compat.standing_by(found, role)
@@ -309,7 +338,11 @@ def _name_problems(role: str) -> list[str]:
 
 
 def _predict(config: Any) -> tuple[Mapping[str, str], tuple[int, int] | None, tuple[str, ...]]:
-    """Rows that the cache would touch, its pages (all, and those that can be lent), and what could not be told."""
+    """Rows that the cache would touch, its pages (all, and those that can be lent), and what could not be told.
+
+    Raises:
+        TooSmall: vLLM would not start.
+    """
     from rose.errors import ConfigError
     from vllm_plugin import compat
     from vllm_plugin.features import kv_findings
@@ -334,6 +367,8 @@ def _predict(config: Any) -> tuple[Mapping[str, str], tuple[int, int] | None, tu
         except ConfigError as error:
             return {**found, "small_cache": str(error)}, None, ()
         return found, (plan.total_pages, plan.lendable_pages), ()
+    except TooSmall:
+        raise
     except Exception as error:  # noqa: BLE001  # a prediction: the start decides
         return {}, None, (f"its KV cache cannot be predicted: {_words(error)}",)
 

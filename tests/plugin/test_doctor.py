@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -343,6 +344,40 @@ def test_what_has_not_run_on_this_line_is_refused_without_the_operators_word(
     assert answer.rows[0].row == by
     assert answer.support == ("refused" if by == "untried_line" else case.expected[0])
     assert decided_by_the_plugin(models, case, plugin)[0] == answer.support
+
+
+@pytest.mark.parametrize("role", ["serving", "rollout"] if ON_NEWEST else ["serving"])
+@pytest.mark.parametrize(
+    "less",
+    [
+        ("--kv-cache-memory-bytes=100000",),
+        ("--kv-cache-memory-bytes=100000", DRAFT_MODEL),
+        ("--num-gpu-blocks-override=1",),
+    ],
+)
+def test_a_cache_without_room_for_one_request_does_not_start(
+    tiny: list[str], role: str, less: tuple[str, ...]
+) -> None:
+    """vLLM's own rule: the null block and one request of ``max_model_len`` fit, or it does not start."""
+    answer = doctor.judge_engine(role, [*tiny, *(one.replace("MODEL", tiny[0]) for one in less)])
+    assert (answer.support, answer.rows) == (None, ())
+    assert answer.problem.startswith("vLLM does not start with it: its KV cache is too small")
+    assert "--max-model-len" in answer.fix
+
+
+def test_what_cannot_be_predicted_for_another_reason_is_a_note(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    @functools.wraps(kv_cache_utils.get_kv_cache_configs)
+    def odd(*_: Any, **__: Any) -> None:
+        raise ValueError("layers that do not go together")
+
+    monkeypatch.setattr(kv_cache_utils, "get_kv_cache_configs", odd)
+    answer = doctor.judge_engine("serving", tiny)
+    assert answer.support == "elastic"
+    assert answer.notes == ("its KV cache cannot be predicted: ValueError: layers that do not go together",)
 
 
 @newest_only
