@@ -39,6 +39,7 @@ from rose.coserve.host_checks import (
     check_idle_class,
     check_kernel,
     check_memory,
+    check_production,
     check_relay,
     check_scheduler,
     check_shared_memory,
@@ -340,6 +341,8 @@ def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]
     yield from check_gpu(config)
     if directory is not None:
         yield from check_directory(directory)
+        if command is not None:
+            yield from check_production(Path(mine) if mine else directory)
     else:
         yield Check(
             level=Level.OK, name="node directory", says="not looked at: none was named", fix="set ROSE_DIR"

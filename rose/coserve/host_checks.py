@@ -29,8 +29,8 @@ from rose.coserve.engine_args import weights_bytes
 from rose.coserve.free_memory import GpuMemory, HostMemory
 from rose.coserve.links import trusted_keys
 from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
-from rose.coserve.node_dir import NodeDir
-from rose.coserve.records import NodeState
+from rose.coserve.node_dir import NodeDir, core_dirs
+from rose.coserve.records import NodeState, phase_name
 from rose.errors import ConfigError, LedgerError, RoseError
 from rose.mounts import file_system
 from rose.private_dir import private_dir
@@ -330,6 +330,26 @@ def check_directory(path: Path) -> list[Check]:
     if not found:
         state = "private" if there else f"not there yet, can be made in {place}"
         found.append(Check(level=Level.OK, name=name, says=f"{path}: {state}, {format_bytes(free)} left"))
+    return found
+
+
+def check_production(path: Path) -> list[Check]:
+    """Does a production engine live in ``path``, the ROSE_DIR of one that is to start there, or in that of one of its cores?"""
+    found: list[Check] = []
+    for place in (path, *(path / name for name in core_dirs(path))):
+        view = DeviceView(NodeDir(place), {})
+        view.look()
+        if not view.serving_alive():
+            continue
+        phase = "" if view.lease is None else f" ({phase_name(view.lease.phase)})"
+        found.append(
+            Check(
+                level=Level.WARN,
+                name="node directory",
+                says=f"{place}: a production engine lives there already{phase}; a second one would run as plain vLLM",
+                fix="another ROSE_DIR, unless that is the engine of this command",
+            )
+        )
     return found
 
 

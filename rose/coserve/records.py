@@ -21,7 +21,13 @@ __all__ = [
     "RolloutLease",
     "ServingBoard",
     "ServingLease",
+    "phase_name",
 ]
+
+
+def phase_name(phase: int) -> str:
+    """The word for a lease's ``phase``; ``unknown``: of a version that has others."""
+    return Phase(phase).name.lower() if phase in list(Phase) else "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rose.coserve.links import WeightLoop
 from rose.coserve.node import Node
-from rose.coserve.records import Mode, Phase, RolloutLease, ServingLease
+from rose.coserve.records import Mode, Phase, RolloutLease, ServingLease, phase_name
 from rose.errors import RoseError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending
@@ -263,7 +263,4 @@ def _support(lease: ServingLease | None) -> str:
 
 
 def _phase(lease: ServingLease | RolloutLease | None) -> str:
-    try:
-        return Phase(lease.phase).name.lower() if lease is not None else "absent"
-    except ValueError:
-        return "unknown"
+    return "absent" if lease is None else phase_name(lease.phase)
