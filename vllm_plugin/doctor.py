@@ -252,6 +252,8 @@ def _made(config: Any, layers: Mapping[str, Any]) -> Any:
     try:
         return get_kv_cache_configs(config, [dict(layers)], [num_bytes or _ASSUMED_BYTES])[0]
     except ValueError as error:
+        if getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0):
+            raise  # it builds fewer caches than its configuration names layers
         cache.num_gpu_blocks_override = None
         try:
             get_kv_cache_configs(config, [dict(layers)], [_ASSUMED_BYTES])

@@ -365,6 +365,14 @@ def test_a_cache_without_room_for_one_request_does_not_start(
     assert "--max-model-len" in answer.fix
 
 
+def test_where_layers_share_keys_and_values_too_small_is_no_verdict(tiny: list[str]) -> None:
+    """Their model builds fewer caches than it names layers: the prediction is of too much."""
+    share = '--hf-overrides={"num_kv_shared_layers": 1}'
+    answer = doctor.judge_engine("serving", [*tiny, "--kv-cache-memory-bytes=100000", share])
+    assert (answer.support, answer.problem) == ("elastic", "")
+    assert "cannot be predicted" in answer.notes[0]
+
+
 def test_what_cannot_be_predicted_for_another_reason_is_a_note(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
