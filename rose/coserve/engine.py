@@ -29,6 +29,7 @@ import psutil
 from rose.auth import bearer
 from rose.coserve import mps, outside
 from rose.coserve.engine_args import derived_args
+from rose.coserve.engine_log import EngineLog
 from rose.coserve.node_config import EngineConfig, NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
@@ -89,6 +90,7 @@ class RolloutEngine:
         self.num_kills = 0
         self.exits_s: deque[float] = deque(maxlen=deadlines.EXITS_REMEMBERED)
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
+        self.log = EngineLog(config)
         self._child: Child | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._sentinel_at_s = 0.0
@@ -142,6 +144,7 @@ class RolloutEngine:
             "kills": self.num_kills,
             "sentinel": self._describe_sentinel(),
             "segments_removed": self.segments.num_removed,
+            "log": str(self.log.path),
             "error": self.error,
         }
 
@@ -181,7 +184,7 @@ class RolloutEngine:
         self._mps_control = await asyncio.to_thread(mps.find_control, self.config)
         if engine.allow_mps and self._mps_control is None:
             logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
-        self._child = child = Child.start(self._spec())
+        self._child = child = Child.start(self._spec(await asyncio.to_thread(self.log.begin)))
         self._hurried = False
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
@@ -284,7 +287,7 @@ class RolloutEngine:
         self.size = size
         return self._spec()
 
-    def _spec(self) -> ProcSpec:
+    def _spec(self, log_path: Path | None = None) -> ProcSpec:
         config, engine = self.config, self.config.engine
         sched = self.sched
         decisions = config.decisions
@@ -328,7 +331,7 @@ class RolloutEngine:
             cores=engine.cores,
             sched=sched,
             nice=engine.nice,
-            log_path=engine.log_path,
+            log_path=log_path,
             before_kill=mps.before_kill(self._mps_control),
         )
 
@@ -391,11 +394,13 @@ class RolloutEngine:
             self._sentinel = None
 
     async def watch_segments(self) -> None:
-        """Write down, until cancelled, which shared memory would stay if the engine were killed now."""
+        """Write down, until cancelled, which shared memory would stay if the engine were killed now; and keep its log short."""
         await asyncio.to_thread(self.segments.end)  # what an engine before us left, if its agent was killed
         last, last_s = ("", ""), 0.0
         while True:
             await asyncio.sleep(_NOTE_STARTING_S)
+            if self.log.is_full():
+                await asyncio.to_thread(self.log.roll)
             child, now = self._child, (self.incarnation, self.state)
             if child is None or not self.running:
                 if self.segments.left:
@@ -417,7 +422,7 @@ class RolloutEngine:
         if self.state in ("ready", "starting", "dying"):
             self.state = "down"
             code = self._child.returncode() if self._child is not None else None
-            self.error = self.error or f"ended with {code}"
+            self.error = self.error or f"ended with {code} (its output: {self.log.path})"
             logger.warning("rollout engine %s", self.error)
 
     async def kill(self, reason: str) -> None:

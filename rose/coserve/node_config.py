@@ -71,6 +71,8 @@ class EngineConfig(Section):
     """Scheduling class; None = idle beside serving, normal on a dedicated host."""
     nice: int = Field(default=0, ge=0, le=19)
     log_path: Path | None = None
+    """Of its output: the last 8 MiB, and as much before them in PATH.1.  None = ``logs/NODE_ID-engine.log`` in the cache folder, where the
+    weights are by default."""
     profile: Path | None = None
     """Step times of this model on this device, from ``rose profile``; None = learn them while running."""
     start_timeout_s: Positive = 900.0
