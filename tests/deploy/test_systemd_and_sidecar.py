@@ -79,6 +79,24 @@ def test_the_units_name_programs_and_directories_that_belong_together() -> None:
     assert f"d {directory} 0700" in (SYSTEMD / "tmpfiles.conf").read_text()
 
 
+def test_units_on_one_host_have_a_token_file_each_with_what_their_program_needs() -> None:
+    """Their users differ, and a token file is one user's alone."""
+    page = (DEPLOY.parent / "docs" / "deploying.md").read_text()
+    files: set[str] = set()
+    for name, unit in (("scheduler", "rose-scheduler"), ("relay", "rose-relay"), ("node", "rose-node@")):
+        text = (SYSTEMD / f"{unit}.service").read_text()
+        (user,) = re.findall(r"^User=(\S+)$", text, re.M)
+        (file,) = re.findall(r"^Environment=ROSE_TOKEN_FILE=(\S+)$", text, re.M)
+        made = f"-o {user} -g {user} -m 0600 tokens/{name}.toml {file}"
+        assert f"install {made}\n" in text
+        assert f"install -D {made} " in page
+        assert name in PARTS
+        files.add(file)
+    assert len(files) == 3
+    operating = (DEPLOY.parent / "docs" / "operating.md").read_text()
+    assert f"sudo -u {user} env ROSE_TOKEN_FILE={file} " in operating
+
+
 def test_an_agent_with_wrong_settings_is_not_started_again_and_again() -> None:
     unit = (SYSTEMD / "rose-node@.service").read_text()
     assert f"RestartPreventExitStatus={ConfigError.exit_code}\n" in unit
