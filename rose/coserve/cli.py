@@ -159,7 +159,13 @@ def off(
                 f"by the workers, KV {'unknown' if kv is None else format_bytes(kv)} by the kernel, "
                 f"process {format_bytes(proof['engine_rss_bytes'])}, steps {proof['steps']}"
             )
-        typer.echo("all memory is back" if answer["given_back"] else "NOT all memory is back")
+        keeps = answer["after"]["engine_rss_bytes"]
+        still = (
+            f"; the engine's process keeps {format_bytes(keeps)} of main memory (--stop-engine ends it)"
+            if keeps
+            else ""
+        )
+        typer.echo(f"all memory is back{still}" if answer["given_back"] else "NOT all memory is back")
     if not answer["given_back"]:
         raise typer.Exit(1)
 
