@@ -18,7 +18,7 @@ import httpx
 
 from rose.auth import Tokens, bearer
 from rose.errors import AgentHangs, EngineError, RequestError, RoseError
-from rose.private_dir import private_dir
+from rose.private_dir import own_dir
 from rose.wire.errors import read_refusal
 
 CONNECT_S = 2.0
@@ -41,13 +41,13 @@ class ControlClient:
     Raises:
         EngineError: No agent answers there.
         AgentHangs: One is there and says nothing.
-        LedgerError: The directory is not this user's alone: whoever listens there would get the token.
+        LedgerError: The directory is another user's, or others may write there: whoever listens there would get the token.
         RequestError: It refuses.
     """
 
     def __init__(self, directory: Path, tokens: Tokens) -> None:
         self._path = directory / "agent.sock"
-        self._directory = private_dir(directory)
+        self._directory = own_dir(directory)  # an emergency stop asks no more of it than it needs
         self._token = tokens.node
         self._client: httpx.Client | None = None
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from rose.errors import LedgerError
 
 _OTHERS = 0o077
+_OTHERS_WRITE = 0o022
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 _opened: weakref.WeakValueDictionary[str, PrivateDir] = weakref.WeakValueDictionary()
 
@@ -31,8 +32,9 @@ _opened: weakref.WeakValueDictionary[str, PrivateDir] = weakref.WeakValueDiction
 class PrivateDir:
     """One directory of this process; :func:`private_dir` gives the same one to all who ask for it.  Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, others: int = _OTHERS) -> None:
         self.path = path
+        self._others = others
         self._fd = -1
         self._identity = (0, 0)
         self._lock = threading.Lock()
@@ -77,7 +79,7 @@ class PrivateDir:
         with self._lock:
             if self._is_named():  # another thread was first
                 return self._fd
-            found = _open_checked(self.path, make=make)
+            found = _open_checked(self.path, make=make, others=self._others)
             info = os.fstat(found)
             if self._fd < 0:
                 self._fd = found
@@ -97,6 +99,11 @@ def private_dir(path: Path | str) -> PrivateDir:
     name = os.path.abspath(path)
     found = _opened.get(name)
     return found if found is not None else _opened.setdefault(name, PrivateDir(Path(name)))
+
+
+def own_dir(path: Path | str) -> PrivateDir:
+    """The directory of that name, which others may look into and may not change: what listens there is ours.  For who writes nothing in it."""
+    return PrivateDir(Path(os.path.abspath(path)), _OTHERS_WRITE)
 
 
 def _forget_locks_after_fork() -> None:
@@ -121,7 +128,7 @@ def require_own(descriptor: int, path: Path | str) -> os.stat_result:
     return info
 
 
-def _open_checked(path: Path, *, make: bool) -> int:
+def _open_checked(path: Path, *, make: bool, others: int) -> int:
     """A descriptor of ``path``, every step of the way looked at."""
     *parents, name = path.parts[1:] or ("",)
     at, here, device = os.open("/", _FLAGS | os.O_PATH), "/", 0
@@ -136,7 +143,7 @@ def _open_checked(path: Path, *, make: bool) -> int:
     finally:
         os.close(at)
     try:
-        _require_private(os.fstat(found), str(path), "700")
+        _require_private(os.fstat(found), str(path), "700", others)
     except BaseException:
         os.close(found)
         raise
@@ -183,14 +190,14 @@ def _require_safe(descriptor: int, path: str, parent_device: int) -> int:
     return info.st_dev
 
 
-def _require_private(info: os.stat_result, path: str, mode: str) -> None:
+def _require_private(info: os.stat_result, path: str, mode: str, others: int = _OTHERS) -> None:
     if info.st_uid != os.geteuid():
         raise LedgerError(
             f"belongs to user {info.st_uid}, and this program runs as {os.geteuid()}",
             field=path,
             fix="run everything of a device as one user, in a directory of its own",
         )
-    if info.st_mode & _OTHERS:
+    if info.st_mode & others:
         raise LedgerError(
             f"has mode {stat.S_IMODE(info.st_mode):04o}: it is open to others",
             field=path,

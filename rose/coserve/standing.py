@@ -25,7 +25,7 @@ def standing(path: Path, *, ordered: bool) -> list[str]:
     device.look()
     mode, heard = _agent(directory)
     lease, held = device.lease, device.held_pages()
-    has = "is not there"
+    has = "unknown" if "serving.lease" in errors else "is not there"
     if lease is not None and device.serving_alive():
         has = f"has {lease.reserved_pages} of its {lease.total_pages} pages"
     lines = [f"agent     {heard}", f"serving   {has}"]
@@ -35,7 +35,8 @@ def standing(path: Path, *, ordered: bool) -> list[str]:
             "seconds, and one that does not is killed by the sentinel"
         )
     else:
-        lines.append(f"rollout   {'holds nothing' if device.rollout_alive() else 'is not there'}")
+        without = "unknown" if "rollout.lease" in errors else "is not there"
+        lines.append(f"rollout   {'holds nothing' if device.rollout_alive() else without}")
     lines += [f"error     {error}" for error in errors.values()]
     if ordered:
         lines.append(

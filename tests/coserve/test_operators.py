@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rose.coserve.cli import app as cli
 from rose.coserve.records import Mode, Phase
-from rose.errors import EngineError, RequestError
+from rose.errors import EngineError, LedgerError, RequestError
 from rose.policy.compat import Support
 from tests.coserve.conftest import Device, alive, control, stop_sentinel, turned_on, until
 
@@ -82,6 +82,20 @@ async def test_off_proves_that_all_memory_is_back_and_on_lends_again(
     await until(lambda: device.resident_pages() == 16)
     assert agent.engine.num_starts == 1
     assert production.overdrawn == 0
+
+
+async def test_off_needs_a_directory_that_nobody_else_can_write_and_no_more(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await until(lambda: agent.engine.state == "ready")
+    device.dir.chmod(0o755)
+    async with control(device) as client:
+        assert (await asyncio.to_thread(client.off, 30.0))["given_back"]
+    device.dir.chmod(0o775)
+    async with control(device) as client:  # who listens there may be another
+        with pytest.raises(LedgerError, match=rf"chmod 700 {device.dir}"):
+            await asyncio.to_thread(client.off, 30.0)
+    device.dir.chmod(0o700)
 
 
 async def test_off_kills_an_engine_that_gives_nothing_back(device: Device) -> None:
