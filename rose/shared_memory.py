@@ -178,6 +178,7 @@ class EngineSegments:
         self._dead: dict[str, int] = {}
         self._written: dict[str, int] | None = None
         self._tried_s = 0.0
+        self._trouble = ""
         self.num_removed = 0
 
     def begin(self) -> None:
@@ -245,7 +246,7 @@ class EngineSegments:
 
     def _write(self) -> None:
         known = self._dead | self._living
-        if known == self._written:
+        if known == self._written and (not known or self._path.exists()):  # else its directory was deleted
             return
         try:
             if not known:
@@ -256,6 +257,9 @@ class EngineSegments:
                 with os.fdopen(descriptor, "w") as file:
                     json.dump(known, file)
                 half.replace(self._path)
+            self._trouble = ""
         except OSError as error:
-            logger.warning("%s: %s", self._path, error.strerror)
+            if self._trouble != str(error):
+                self._trouble = str(error)
+                logger.warning("%s: %s", self._path, error.strerror)
         self._written = known

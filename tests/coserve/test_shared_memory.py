@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,26 @@ def test_the_supervisor_after_a_killed_one_knows_what_its_engine_had(
 
     kill_session(owner)
     second.end()
+    assert not is_there(names[0])
+
+
+def test_a_book_that_was_deleted_with_its_directory_is_made_anew(
+    names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    first = EngineSegments(folder / "book")
+    first.begin()
+    owner = start_owner(names[:1])
+    first.note([owner.pid])
+    shutil.rmtree(folder)
+    first.note([owner.pid])
+    first.note([owner.pid])
+    assert len(caplog.records) == 1  # said once
+    folder.mkdir()
+    first.note([owner.pid])
+    kill_session(owner)
+    EngineSegments(folder / "book").begin()
     assert not is_there(names[0])
 
 
