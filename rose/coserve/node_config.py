@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
 from rose.decisions.decision_config import DecisionConfig
@@ -246,6 +246,15 @@ class NodeConfig(Section):
     scheduler: SchedulerLink | None = None
     weights: WeightsLink | None = None
     decisions: NodeDecisions = NodeDecisions()
+
+    @field_validator("dir")
+    @classmethod
+    def _of_no_working_directory(cls, path: Path) -> Path:
+        if not path.is_absolute():
+            raise ValueError(
+                "is relative, and an agent's working directory is a service's: give the whole path"
+            )
+        return path
 
     @model_validator(mode="after")
     def _one_owner(self) -> Self:

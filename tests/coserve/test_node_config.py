@@ -105,6 +105,7 @@ def test_an_engines_url_has_brackets_around_an_ipv6_address(host: str, url: str)
         ({"node_id": "../x"}, "node_id"),
         ({"scheduler": {"url": "ftp://x"}}, r"scheduler\.url"),
         ({"mode": "maybe"}, "mode"),
+        ({"dir": "rose/gpu0"}, r"dir: .*is relative"),
     ],
 )
 def test_bad_settings_name_their_field(change: dict[str, object], message: str) -> None:
