@@ -70,6 +70,14 @@ def test_both_containers_of_the_sidecar_call_what_their_images_have() -> None:
     assert "ROSE_TOKEN_FILE" in environment
 
 
+def test_the_sidecar_asks_for_as_much_as_the_chart_s_agents_and_says_where_its_settings_come_from() -> None:
+    text = SIDECAR.read_text()
+    (node,) = (one for one in yaml.safe_load(text)["spec"]["containers"] if one["name"] == "rose-node")
+    values = yaml.safe_load((DEPLOY / "helm" / "rose" / "values.yaml").read_text())
+    assert node["resources"] == values["node"]["resources"]
+    assert "kubectl create configmap rose-node --from-file=node.toml" in text
+
+
 def test_the_units_name_programs_and_directories_that_belong_together() -> None:
     unit = (SYSTEMD / "rose-node@.service").read_text()
     drop_in = (SYSTEMD / "production.conf").read_text()
