@@ -87,6 +87,12 @@ class Node:
         return self.slo_guard.total
 
     @property
+    def switched_off(self) -> str | None:
+        """Which of its own watches ended the lending; None: none, or an operator has switched it on again."""
+        kinds = ("slo", "audit") if self.mode == Mode.OFF else ()
+        return next((kind for kind in kinds if self.errors.get(kind, "").startswith("off: ")), None)
+
+    @property
     def wants_engine(self) -> bool:
         """Should its process be there?  Mode off leaves one that is, and starts none."""
         warm = self.mode == Mode.OFF and self.config.engine.warm

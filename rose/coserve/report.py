@@ -64,6 +64,10 @@ def heartbeat(
         mode=_MODES[node.mode],
         held=node.assignment.held or not node.told,
         held_pages=rollout.reserved_pages if rollout is not None else 0,
+        lent_pages=node.policy.lend_pages,
+        slo_breaches_while_lending=node.breaches_while_lending,
+        engine_kills=node.engine.num_kills,
+        switched_off=node.switched_off,
     )
 
 

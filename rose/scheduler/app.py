@@ -34,6 +34,7 @@ from rose.scheduler.guard import Guard
 from rose.scheduler.http import BY_KEY, Handler, errors_middleware, json_response, requires
 from rose.scheduler.inflight import InflightRequests
 from rose.scheduler.journal import Journal
+from rose.scheduler.node_metrics import NodeMetrics
 from rose.scheduler.openai_api import OpenAIRoutes
 from rose.scheduler.openapi import describe
 from rose.scheduler.prompts import Prompts
@@ -163,7 +164,6 @@ class Scheduler:
             self.clock.now_s,
             self.book.fleet,
             self._trajectory_of,
-            self.status.on_breaches,
             self.status.on_rerouted,
         )
         for job, version in self.store.versions.items():
@@ -187,7 +187,9 @@ class Scheduler:
         )
         self.guard = Guard(config.limits, read_s=times.read_s, on_refused=self.status.on_refused)
         self.settings = SettingsRoutes(config, self.dispatcher)
-        self.fleet_routes = FleetRoutes(self.journal, self.dispatcher)
+        self.fleet_routes = FleetRoutes(
+            self.journal, self.dispatcher, NodeMetrics(self.status.registry, self.clock.now_s)
+        )
         self.looking = asyncio.Lock()
         self.control = ControlRoutes(
             config,

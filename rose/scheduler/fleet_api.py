@@ -29,6 +29,7 @@ from rose.policy.namesakes import Holder, Namesakes, NodePlace
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import json_response, read_wire
 from rose.scheduler.journal import Journal
+from rose.scheduler.node_metrics import NodeMetrics
 from rose.wire.answers import FleetNode, FleetStatus
 from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.workers import Heartbeat, Registration
@@ -49,10 +50,11 @@ class FleetRoutes:
     journal: Its directory has the file, and whose it is may write it.
     """
 
-    def __init__(self, journal: Journal, dispatcher: Dispatcher) -> None:
+    def __init__(self, journal: Journal, dispatcher: Dispatcher, metrics: NodeMetrics) -> None:
         self._journal = journal
         self._path = journal.directory / FILE
         self._dispatcher = dispatcher
+        self._metrics = metrics
         self._switch = FleetSwitch()
         self._said: dict[str, tuple[float, Heartbeat]] = {}
         self._read()
@@ -106,6 +108,7 @@ class FleetRoutes:
             self._namesakes.heard(before_s, worker_id, before.incarnation, before)
         self._namesakes.has_the_name(worker_id, body.incarnation)
         self._said[worker_id] = now_s, body
+        self._metrics.heard(worker_id, body)
         measured = body.serving_ttft_p99_s is not None or body.serving_tpot_p99_s is not None
         self._switch.said(
             now_s, NodeSaid(node=worker_id, group=group, late=broken_promise(body), measured=measured)
@@ -117,6 +120,7 @@ class FleetRoutes:
         for name in [name for name in self._said if name not in workers]:
             del self._said[name]
             self._switch.gone(name)
+            self._metrics.gone(name)
         now_s = self._dispatcher.now_s()
         self._namesakes.forget_silent(now_s)
         self._log(self._switch.tick(now_s))

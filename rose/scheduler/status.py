@@ -99,9 +99,6 @@ class Status:
         self._refused = Tally(
             "rose_refused_requests", "Requests beyond a bound of [limits]", ["bound"], registry=registry
         )
-        self._breaches = Tally(
-            "rose_slo_breaches", "Promises of production's SLO that were broken", registry=registry
-        )
         self._groups = Gauge("rose_trajectories", "Trajectories", ["state"], registry=registry)
         self.turns_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
@@ -203,9 +200,6 @@ class Status:
 
     def on_unread(self, body: str) -> None:
         self._unread.counts[body] += 1
-
-    def on_breaches(self, count: int) -> None:
-        self._breaches.counts[()] += count
 
     def on_rerouted(self, seconds: float) -> None:
         self._reroute_s.observe(seconds)

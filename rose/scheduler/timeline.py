@@ -58,7 +58,6 @@ class Timeline:
     """Args:
     now_s: The scheduler's clock.
     trajectory_of: The trajectory of a turn.
-    on_broken: Told how many promises of production were broken just now.
     on_rerouted: Told the seconds from a turn's loss of its worker to its next token (or its end).
     """
 
@@ -67,10 +66,8 @@ class Timeline:
         now_s: Callable[[], float],
         fleet: Fleet,
         trajectory_of: Callable[[str], str],
-        on_broken: Callable[[int], None] = _nothing,
         on_rerouted: Callable[[float], None] = _nothing,
     ) -> None:
-        self._on_broken = on_broken
         self._on_rerouted = on_rerouted
         self._now_s = now_s
         self._fleet = fleet
@@ -139,7 +136,6 @@ class Timeline:
         self._broken[worker_id] = count
         if new > 0:
             self.num_broken += new
-            self._on_broken(new)
             self.marks.append((self._now_s(), worker_id, "slo"))
 
     def on_promises(self, worker_id: str, promises: dict[str, Promise]) -> None:

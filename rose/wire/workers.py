@@ -126,6 +126,14 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Does it lend nothing for the fleet's sake?  None: a node that knows no such order."""
     held_pages: Count | None = None
     """That its rollout engine holds."""
+    lent_pages: Count | None = None
+    """That it may hold; None: an older node does not say, as with the next three."""
+    slo_breaches_while_lending: Count | None = None
+    """Of ``slo_breaches``, those that were seen while ``held_pages`` was not 0, since the node started."""
+    engine_kills: Count | None = None
+    """Rollout engines that had to be killed, since the node started."""
+    switched_off: ShortName | None = None
+    """Why the node ended its lending by itself, until its operator switches it on again: ``slo``, ``audit``; None: it did not."""
 
 
 class HeartbeatAnswer(Struct, kw_only=True):

@@ -102,11 +102,15 @@ def test_harvesting_ends_by_itself_after_broken_promises_and_begins_again_by_han
     bench.round(breaches=3)
     assert bench.agent.mode == Mode.OFF
     assert "3 broken promises" in bench.agent.status()["errors"]["slo"]
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.switched_off, beat.slo_breaches_while_lending, beat.lent_pages) == ("slo", 3, 0)
     assert bench.agent.status()["serving"]["slo_breaches_while_lending"] == 3
     bench.agent.change(mode=Mode.ON)
     bench.round()
     assert bench.agent.mode == Mode.ON
     assert "slo" not in bench.agent.status()["errors"]
+    beat = bench.agent.heartbeat("one", 2)
+    assert (beat.switched_off, beat.engine_kills, beat.lent_pages) == (None, 0, bench.agent.policy.lend_pages)
 
 
 def test_a_promise_below_productions_own_step_is_refused(bench: Bench) -> None:
