@@ -18,13 +18,13 @@ from rose.units import NS_PER_S
 logger = logging.getLogger("rose.node")
 
 TAKE_OVER_S = 600.0
-"""How long the settings of an agent that was killed outlive it."""
+"""How long the settings of an agent that was killed, or ended by an error, outlive it."""
 
 
 def take_over(node: Node) -> bool:
-    """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
+    """Go on as the operator told an agent that was killed, or ended by an error, a moment ago: one who switched off must not find it on.
 
-    An agent that ended by itself leaves no file, and then the configuration counts.
+    An agent that was asked to end leaves no file, and then the configuration counts.
 
     Returns:
         Whether there was one.  Something of its engine may still be there.
