@@ -212,7 +212,7 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
         NewVersion,
         (200, 409),
     ),
-    ("post", "/workers", ("node",), "Register an engine", Registration, (200,)),
+    ("post", "/workers", ("node",), "Register an engine", Registration, (200, 409)),
     ("post", "/workers/{id}/heartbeat", ("node",), "It lives", Heartbeat, (200,)),
     ("post", "/workers/{id}/{verb}", ("node",), "drain, cordon, uncordon", None, (200, 404)),
     ("delete", "/workers/{id}", ("node",), "It is gone", None, (200, 404)),

@@ -16,6 +16,7 @@ import pytest
 
 from rose.auth import Tokens, bearer
 from rose.decisions.log import logs, replay
+from rose.proc import free_port
 from rose.testing.fake_engine import FakeEngine, PrefixModel, serve_engine
 from rose.testing.fake_node import FakeNode
 from rose.weights import statehash
@@ -85,10 +86,11 @@ class Host:
         self._rng = random.Random(seed)
         self.num_switches = 0
         self._task: asyncio.Task[None] | None = None
+        self._port = free_port()
 
     async def start(self) -> None:
         self.engine = PolicyEngine()
-        self.runner, url = await serve_engine(self.engine)
+        self.runner, url = await serve_engine(self.engine, self._port)
         self.node = FakeNode(
             self._session, self._url, self._token, self.engine, url, worker_id=self.name, tier="harvested"
         )

@@ -21,7 +21,7 @@ async def serve(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     versions = Path(spec["versions"])
     engine = TorchEngine(Path(spec["model"]), versions, seed=spec["seed"])
-    _, url = await serve_engine(engine)
+    _, url = await serve_engine(engine, spec["port"])
     token = Tokens.load(Path(spec["token_file"])).node
     async with aiohttp.ClientSession() as session:
         node = FakeNode(

@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
+from rose.proc import free_port
 from rose.testing.fake_engine import serve_engine
 from rose.testing.fake_node import FakeNode
 from rose.testing.toy_recipe import TOY_RECIPE
@@ -45,6 +46,7 @@ class Deployment:
         self.tokens = Tokens.generate()
         self.tokens.save(folder / "tokens.toml")
         self._engine: asyncio.subprocess.Process | None = None
+        self._engine_port = free_port()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -75,6 +77,7 @@ class Deployment:
             "scheduler": self.daemon.url,
             "worker_id": "h",
             "tier": "harvested",
+            "port": self._engine_port,
         }
         path = self.folder / "engine.json"
         path.write_text(json.dumps(spec))
