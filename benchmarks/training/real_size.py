@@ -11,6 +11,8 @@ timed is ``TorchTrainer.step``: proximal log-probs, then forward and backward of
 ``packing`` is one process with three trainers that take each step in turn, the order changed every time: one that pads, one that does the same (A/A), one that packs.  All sequences
 of a batch are one minibatch, in parts of the default size; ``--spread 10`` makes their lengths differ tenfold.  Its seconds are of the processor, not of the clock.
 
+An arm that is in FILE already is not taken again.
+
 Bar: every arm ends with finite losses and weights that moved, within the memory of the machine.  Nothing is claimed of speed.
 
 Keys of ``packing``: ``padded_s`` (a step; median), and the median over steps of ``again_over_padded`` and ``packed_over_padded``.
@@ -43,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.models import SMALL, TINY, Shape, write_folder
-from benchmarks.lib.report import Report
+from benchmarks.lib.report import Report, write
 from rose.train.adapter import LoraParams
 from rose.train.batch import MAX_PART_TOKENS, TrainingSequence
 from rose.train.guard import GuardParams
@@ -85,14 +87,24 @@ def main() -> None:
     for arm in arms:
         if arm not in ARMS:
             parser.error(f"--arms: '{arm}' is not one of {', '.join(ARMS)}")
-    report = Report("real_size")
+    report, summary = Report("real_size"), dict[str, float]()
+    named = {
+        key: value for key, value in vars(args).items() if key not in ("json", "folder", "rank_of", "arms")
+    }
+    if args.json is not None and args.json.exists():
+        known = json.loads(args.json.read_text())
+        if known["details"]["arguments"] != named:
+            parser.error(f"--json: {args.json} has results of other arguments: take another file")
+        summary |= known["summary"]
     with tempfile.TemporaryDirectory(prefix="rose-real-size-") as temporary:
         args.folder = args.folder or Path(temporary) / "model"
         if not (args.folder / "model.safetensors").is_file():
             write_model(SHAPES[args.shape], args.folder)
-        found = {arm: one_arm(arm, args, report) for arm in arms}
-    summary = {f"{arm}_{key}": value for arm, told in found.items() for key, value in told.items()}
-    named = {key: value for key, value in vars(args).items() if key not in ("json", "folder", "rank_of")}
+        for arm in arms:
+            if f"{arm}_seconds" not in summary and f"{arm}_padded_s" not in summary:
+                summary |= {f"{arm}_{key}": value for key, value in one_arm(arm, args, report).items()}
+                if args.json is not None:
+                    write(args.json, "real_size", summary, {"arguments": named})
     report.finish(summary, {"arguments": named}, args.json)
 
 
