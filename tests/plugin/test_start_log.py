@@ -21,7 +21,10 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     lines: list[str] = []
     caplog.set_level(logging.INFO, plugin.name)
-    caplog.handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    # One handler serves all tests of a process.
+    monkeypatch.setattr(
+        caplog.handler, "emit", lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    )
     return lines
 
 
