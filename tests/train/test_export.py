@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rose.cli import app
-from rose.config import load_config
+from rose.config import load_config, validate
 from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import samples_of
@@ -97,3 +97,11 @@ def test_checkpoints_of_which_none_can_be_read_are_told_apart_from_none(
     (path / "state.json").write_text("{}")
     done: Any = CliRunner().invoke(app, ["train", "--config", str(file), "--export", "last"])
     assert "step-000001.1: schema" in str(done.exception)
+
+
+def test_who_keeps_no_best_cannot_export_it() -> None:
+    table = {"model": "m", "weights": {"directory": "w"}, "trainer": {"learning_rate": 1.0}, "export": "best"}
+    assert validate(TrainConfig, table).export == "best"
+    table["trainer"] = {"learning_rate": 1.0, "guard": {"keep_best": False}}
+    with pytest.raises(ConfigError, match=r"export = \"best\" needs trainer\.guard\.keep_best"):
+        validate(TrainConfig, table)

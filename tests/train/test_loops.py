@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from rose.auth import Tokens
-from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.errors import CapacityError, ConfigError, TrainError
 from rose.lineage import parse_version
@@ -462,14 +461,6 @@ async def test_the_best_checkpoint_is_exported_also_of_a_run_that_is_over(world:
         checkpoints.read_into(masters, folder / name)
         same = [torch.equal(masters[f"weights/{one}"].bfloat16(), tensor) for one, tensor in exported.items()]
         assert all(same) == equal, name
-
-
-def test_who_keeps_no_best_cannot_export_it() -> None:
-    table = {"model": "m", "weights": {"directory": "w"}, "trainer": {"learning_rate": 1.0}, "export": "best"}
-    assert validate(TrainConfig, table).export == "best"
-    table["trainer"] = {"learning_rate": 1.0, "guard": {"keep_best": False}}
-    with pytest.raises(ConfigError, match=r"export = \"best\" needs trainer\.guard\.keep_best"):
-        validate(TrainConfig, table)
 
 
 # --- the trainer's device ---
