@@ -62,7 +62,9 @@ class FleetRoutes:
         """What the file says; None: nobody can tell."""
         self._try_at_s = 0.0
         self._namesakes = Namesakes[Heartbeat](
-            fresh_s=dispatcher.book.fleet.params.dead_s, most=MAX_NAMESAKES
+            fresh_s=dispatcher.book.fleet.params.dead_s,
+            remember_s=dispatcher.book.params.forget_dead_s,
+            most=MAX_NAMESAKES,
         )
 
     # --- heartbeats
@@ -77,17 +79,17 @@ class FleetRoutes:
             self._dispatcher.now_s(),
         )
         worker, endpoint = self._dispatcher.book.fleet.workers.get(name), self._dispatcher.endpoints.get(name)
-        if worker is None or endpoint is None:
-            return
-        has_it = NodePlace(url=endpoint.url, host=endpoint.host)
-        holder = Holder(incarnation=worker.incarnation, heard_s=worker.heard_at_s, place=has_it)
+        holder = None
+        if worker is not None and endpoint is not None:
+            has_it = NodePlace(url=endpoint.url, host=endpoint.host)
+            holder = Holder(incarnation=worker.incarnation, heard_s=worker.heard_at_s, place=has_it)
         num_refusals = self._namesakes.num_refusals(now_s, name, body.incarnation, place, holder)
-        if not num_refusals:
+        if holder is None or not num_refusals:
             return
         if num_refusals == 1:
-            log.error("two nodes have the node_id %s: %s has it, %s is refused", name, has_it, place)
+            log.error("two nodes have the node_id %s: %s has it, %s is refused", name, holder.place, place)
         raise Conflict(
-            f"is in use: the node at {has_it} has this node_id, and lives",
+            f"is in use: the node at {holder.place} has this node_id, and lives",
             field="worker_id",
             fix="give each node a node_id of its own; if that node is gone for good, this one is let in "
             f"{self._namesakes.fresh_s:g} s after its last heartbeat",
@@ -96,7 +98,7 @@ class FleetRoutes:
     def heard_unknown(self, worker_id: str, body: Heartbeat) -> None:
         """A node has spoken that is not registered, or not any more."""
         if len(worker_id) <= _MAX_NAME_CHARS:
-            self._namesakes.heard(self._dispatcher.now_s(), worker_id, body.incarnation, body)
+            self._heard_stranger(self._dispatcher.now_s(), worker_id, body)
 
     def heard(self, worker_id: str, body: Heartbeat) -> bool:
         """A node has spoken; whether it is held."""
@@ -105,7 +107,7 @@ class FleetRoutes:
         before_s, before = self._said.get(worker_id, (now_s, body))
         if before.incarnation != body.incarnation and before.held_pages != 0:
             # A node that was started again says so no more, and another one of this name goes on.
-            self._namesakes.heard(before_s, worker_id, before.incarnation, before)
+            self._heard_stranger(before_s, worker_id, before)
         self._namesakes.has_the_name(worker_id, body.incarnation)
         self._said[worker_id] = now_s, body
         self._metrics.heard(worker_id, body)
@@ -114,6 +116,9 @@ class FleetRoutes:
             now_s, NodeSaid(node=worker_id, group=group, late=broken_promise(body), measured=measured)
         )
         return self._switch.is_held(group)
+
+    def _heard_stranger(self, at_s: float, worker_id: str, body: Heartbeat) -> None:
+        self._namesakes.heard(at_s, worker_id, body.incarnation, body, may_hold=body.held_pages != 0)
 
     def tick(self) -> None:
         workers = self._dispatcher.book.fleet.workers

@@ -455,6 +455,24 @@ async def test_a_second_node_of_one_name_is_refused_while_the_first_is_heard(
     assert (await a.beat())["known"] is False
 
 
+async def test_off_waits_for_a_refused_node_that_fell_silent_with_memory(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    await nodes_of(world)
+    twin = Node(world, "a", "canary", "2", port=10)
+    assert (await twin.register(host="host8"))[0] == 409
+    await twin.beat(held_pages=99)
+    for _, stranger in world.scheduler.fleet_routes._namesakes.strangers(world.scheduler.dispatcher.now_s()):
+        stranger.heard_s -= 300.0
+    code, out = await run(world, tmp_path, "off", "--wait", "0.2")
+    assert (code, "http://127.0.0.1:10 (host host8)" in out) == (1, True), out
+    assert "held 198 MiB when last heard" in (await run(world, tmp_path, "status"))[1]
+
+    assert (await Node(world, "named-anew", "canary", "3", port=10).register(host="host8"))[0] == 200
+    assert "198 MiB" not in (await run(world, tmp_path, "status"))[1]
+
+
 async def test_one_that_falls_silent_leaves_its_name_to_another(world: World) -> None:
     a = (await nodes_of(world))[0]
     twin = Node(world, "a", "canary", "2", port=10)
