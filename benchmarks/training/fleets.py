@@ -1,7 +1,8 @@
 """Fleets of real engines for a train loop of this process: the demo's own programs (:mod:`rose.demo.programs`), in three forms.
 
 ``dedicated``, one engine; ``harvested``, the same and one beside a production engine, under bursty traffic, which takes its memory back; ``uncut``,
-two engines that nobody cuts.  Scheduler, relay, node agents and vLLM are real; the loop and its workers run here, on a core of their own.
+two engines that nobody cuts.  Scheduler, relay, node agents and vLLM are real; the loop and its workers run here, on the core that is left: of two,
+the one without the dedicated engine where it is alone, else beside it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class FleetPlan(DemoPlan):
             *(self.relay(), self.scheduler(), *production, self.dedicated()),
             *([others[fleet]()] if fleet in others else []),
         ]
+
+    def work_core(self, fleet: str) -> int:
+        """Production or a second engine has the first core."""
+        return self.cores[0 if fleet == "dedicated" else 1]
 
     def second(self) -> Program:
         # On the harvested engine's port and core, without production.
@@ -114,7 +119,7 @@ async def _run(
         if fleet.switch_s:
             switching = asyncio.create_task(_switch(plan, fleet.switch_s, plan.config.seed))
     tokens = Tokens.load(plan.root / programs.TOKEN_FILE, PARTS["train"])
-    working = asyncio.ensure_future(on_core(plan.cores[1], work(plan, tokens)))
+    working = asyncio.ensure_future(on_core(plan.work_core(fleet.name), work(plan, tokens)))
     both = [working, *([switching] if switching else [])]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +186,7 @@ async def _node(plan: FleetPlan, supervisor: ProcessSupervisor, command: str) ->
 
 
 async def on_core(core: int, work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` in a thread and loop of its own, which stay on that core, and off production's.
+    """Await ``work`` in a thread and loop of its own, which stay on that core.
 
     This thread may have all cores meanwhile: it starts programs, now and after a death, and can give none a core that it has not.
     """

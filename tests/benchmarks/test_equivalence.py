@@ -326,6 +326,7 @@ def test_a_fleets_second_engine_is_its_own(tmp_path: Path, fleet: str) -> None:
     written = tmp_path / "harvested.toml"
     assert ("harvested" in started) == written.exists() == (fleet != "dedicated")
     assert ("production" in started) == (fleet == "harvested")
+    assert plan.work_core(fleet) == (0 if started[-1] == "dedicated" else 1)
     if written.exists():
         node = tomllib.loads(written.read_text())
         assert (Path(node["dir"]).name, node["mode"]) == (
