@@ -290,6 +290,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
         + (f", {serving['stranded_pages']} STRANDED" if serving["stranded_pages"] else "")
+        + (", ROSE IS OFF IN IT until its restart, after an error (its log)" if serving["errors"] else "")
     )
     if (limit := lending.get("cache_limit_pages")) is not None:
         loss = lending["hit_rate_loss"]

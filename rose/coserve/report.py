@@ -68,6 +68,8 @@ def heartbeat(
         slo_breaches_while_lending=node.breaches_while_lending,
         engine_kills=node.engine.num_kills,
         switched_off=node.switched_off,
+        stranded_pages=device.lease.stranded_pages if device.lease else 0,
+        plugin_errors=device.lease.errors if device.lease else 0,
     )
 
 

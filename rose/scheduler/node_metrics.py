@@ -16,6 +16,8 @@ from rose.wire.workers import Heartbeat
 
 CAUSES = ("slo", "audit")
 """Why a node switches its lending off by itself: promises of production's that broke, books that do not agree with the kernel."""
+PLUGIN = "plugin"
+"""Production itself has switched the plugin off, after an error."""
 
 
 class NodeMetrics(Collector):
@@ -71,6 +73,9 @@ class NodeMetrics(Collector):
         )
         lent = _gauge("rose_node_lent_pages", "That its rollout engine may have, of 2 MiB")
         held = _gauge("rose_node_held_pages", "That its rollout engine has, of 2 MiB")
+        stranded = _gauge(
+            "rose_node_stranded_pages", "Of production's, that a frozen holder does not give back, of 2 MiB"
+        )
         silent = _gauge("rose_node_silent_seconds", "Since its last heartbeat")
         for name, (heard_s, body) in self._last.items():
             for lending, count in self._breaches[name].items():
@@ -78,14 +83,21 @@ class NodeMetrics(Collector):
             silent.add_metric((name,), max(0.0, self._now_s() - heard_s))
             if body.mode is not None:
                 mode.add_metric((name, body.mode), 1)
-            for family, value in ((fleet_held, body.held), (lent, body.lent_pages), (held, body.held_pages)):
+            for family, value in (
+                (fleet_held, body.held),
+                (lent, body.lent_pages),
+                (held, body.held_pages),
+                (stranded, body.stranded_pages),
+            ):
                 if value is not None:
                     family.add_metric((name,), int(value))
             if body.engine_kills is not None:
                 kills.add_metric((name,), self._kills[name])
                 for cause in CAUSES:
                     switched_off.add_metric((name, cause), int(body.switched_off == cause))
-        yield from (breaches, kills, mode, switched_off, fleet_held, lent, held, silent)
+            if body.plugin_errors is not None:
+                switched_off.add_metric((name, PLUGIN), int(body.plugin_errors > 0))
+        yield from (breaches, kills, mode, switched_off, fleet_held, lent, held, stranded, silent)
 
 
 def _new(before: int | None, now: int) -> int:

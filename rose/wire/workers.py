@@ -134,6 +134,10 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Rollout engines that had to be killed, since the node started."""
     switched_off: ShortName | None = None
     """Why the node ended its lending by itself, until its operator switches it on again: ``slo``, ``audit``; None: it did not."""
+    stranded_pages: Count | None = None
+    """Of production's, wanted back from a holder that neither obeys nor dies; None: an older node does not say, as with the next."""
+    plugin_errors: Count | None = None
+    """That have switched ROSE off in production, until that is started again."""
 
 
 class HeartbeatAnswer(Struct, kw_only=True):

@@ -66,6 +66,7 @@ class Production:
         self.total_pages = TOTAL_PAGES
         self.used = 0
         self.needed = 0
+        self.errors = 0
         self.overdrawn = 0
         """Looks at which the rollout engine's memory and what production had kept for itself were more than the device has."""
         self._rank, self._kept = self._dir.rank("rollout", 0), 0
@@ -91,6 +92,7 @@ class Production:
                     total_pages=self.total_pages,
                     reserved_pages=min(reserved, self.total_pages),
                     heartbeat_ns=time.monotonic_ns(),
+                    errors=self.errors,
                 )
             )
         self._kept = reserved

@@ -113,6 +113,13 @@ def test_harvesting_ends_by_itself_after_broken_promises_and_begins_again_by_han
     assert (beat.switched_off, beat.engine_kills, beat.lent_pages) == (None, 0, bench.agent.policy.lend_pages)
 
 
+def test_what_production_says_of_itself_reaches_whoever_watches_the_fleet(bench: Bench) -> None:
+    bench.lease = dataclasses.replace(bench.lease, phase=Phase.OFF, stranded_pages=27, errors=1)
+    bench.round()
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.stranded_pages, beat.plugin_errors) == (27, 1)
+
+
 def test_a_promise_below_productions_own_step_is_refused(bench: Bench) -> None:
     for step in range(200):
         bench.round(step=step)

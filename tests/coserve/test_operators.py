@@ -255,3 +255,14 @@ async def test_production_that_starts_has_no_verdict_before_it_says_one(device: 
     production.publish()
     await until(lambda: agent.status()["serving"]["support"] == "refused", "the verdict is shown")
     assert agent.status()["serving"]["because"] == "anything that is not in this table"
+
+
+async def test_the_status_says_that_production_has_switched_the_plugin_off(device: Device) -> None:
+    production = device.produce()
+    production.phase, production.errors = Phase.OFF, 1
+    production.publish()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.device.lease is not None, "the agent has looked")
+    arguments = ["status", f"--dir={device.dir}", f"--token-file={device.token_file}"]
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    assert "ROSE IS OFF IN IT until its restart, after an error (its log)" in shown.stdout, shown.output

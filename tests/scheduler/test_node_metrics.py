@@ -66,8 +66,18 @@ async def test_what_is_lent_and_held_and_what_ended_it_are_said_by_node(world: W
         0,
     ]
     causes = {one["cause"]: value for one, value in found["rose_node_switched_off"]}
-    assert causes == {"slo": 1.0, "audit": 0.0}
+    assert causes == {"slo": 1.0, "audit": 0.0}  # of a node that does not say what became of the plugin
     assert 0 <= found["rose_node_silent_seconds"][0][1] < 60
+
+
+async def test_memory_that_does_not_come_back_and_a_plugin_that_is_off_are_said_by_node(world: World) -> None:
+    await world.start()
+    node = await a_node(world, **SAYS, plugin_errors=0, stranded_pages=0)
+    for errors, pages in ((0, 0), (1, 27)):
+        await node.beat(plugin_errors=errors, stranded_pages=pages)
+        found = await metrics(world)
+        causes = {one["cause"]: value for one, value in found["rose_node_switched_off"]}
+        assert (causes["plugin"], found["rose_node_stranded_pages"]) == (errors, [({"node": "a"}, pages)])
 
 
 async def test_a_node_that_is_gone_has_no_series(world: World) -> None:
@@ -81,11 +91,11 @@ async def test_a_node_that_is_gone_has_no_series(world: World) -> None:
 
 async def test_the_alerts_of_the_guide_name_metrics_and_labels_that_exist(world: World) -> None:
     await world.start()
-    await a_node(world, **SAYS, mode="off")
+    await a_node(world, **SAYS, mode="off", stranded_pages=0)
     found = await metrics(world)
     page = (ROOT / "docs" / "operating.md").read_text().partition("## Alerts")[2]
     (group,) = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])["groups"]
-    assert len(group["rules"]) == 3
+    assert len(group["rules"]) == 4
     for rule in group["rules"]:
         for name, labels in re.findall(r"(rose_\w+)(?:\{(.*?)\})?", rule["expr"]):
             asked = dict(re.findall(r'(\w+)="(\w+)"', labels))
