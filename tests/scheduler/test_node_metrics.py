@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,6 +22,14 @@ SAYS: dict[str, Any] = {
     "slo_breaches_while_lending": 2,
     "engine_kills": 1,
 }
+
+
+PROMTOOL = shutil.which("promtool")
+
+
+def alert_rules() -> str:
+    page = (ROOT / "docs" / "operating.md").read_text().partition("## Alerts")[2]
+    return page.partition("```yaml")[2].partition("```")[0]
 
 
 async def metrics(world: World) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -94,7 +105,7 @@ async def test_the_alerts_of_the_guide_name_metrics_and_labels_that_exist(world:
     await a_node(world, **SAYS, mode="off", stranded_pages=0)
     found = await metrics(world)
     page = (ROOT / "docs" / "operating.md").read_text().partition("## Alerts")[2]
-    (group,) = yaml.safe_load(page.partition("```yaml")[2].partition("```")[0])["groups"]
+    (group,) = yaml.safe_load(alert_rules())["groups"]
     assert len(group["rules"]) == 4
     for rule in group["rules"]:
         for name, labels in re.findall(r"(rose_\w+)(?:\{(.*?)\})?", rule["expr"]):
@@ -105,3 +116,45 @@ async def test_the_alerts_of_the_guide_name_metrics_and_labels_that_exist(world:
             )
     for name in re.findall(r"`(rose_\w+)`", page.partition("\n## ")[0]):
         assert name in found
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="Prometheus is not installed")
+def test_the_alerts_of_the_guide_fire_for_the_node_that_they_are_about(tmp_path: Path) -> None:
+    """Ten minutes of four nodes in Prometheus' own arithmetic."""
+    series = {
+        'rose_slo_breaches_total{node="a",lending="yes"}': "0+1x40",
+        'rose_slo_breaches_total{node="b",lending="yes"}': "0x40",
+        'rose_slo_breaches_total{node="b",lending="no"}': "0+9x40",
+        'rose_node_switched_off{node="a",cause="slo"}': "0x40",
+        'rose_node_switched_off{node="a",cause="plugin"}': "1x40",
+        **{f'rose_node_held_pages{{node="{one}"}}': "40x40" for one in "abd"},
+        'rose_node_held_pages{node="c"}': "0x40",
+        **{f'rose_node_fleet_held{{node="{one}"}}': "1x40" for one in "ac"},
+        **{f'rose_node_fleet_held{{node="{one}"}}': "0x40" for one in "bd"},
+        **{f'rose_node_mode{{node="{one}",mode="on"}}': "1x40" for one in "ab"},
+        **{f'rose_node_mode{{node="{one}",mode="off"}}': "1x40" for one in "cd"},
+        'rose_node_stranded_pages{node="a"}': "0x40",
+        'rose_node_stranded_pages{node="b"}': "27x40",
+    }
+    fires: dict[str, list[dict[str, str]]] = {
+        "ProductionLateWhileLending": [{"node": "a"}],
+        "NodeSwitchedItselfOff": [{"node": "a", "cause": "plugin"}],
+        "MemoryNotGivenBack": [{"node": "a"}, {"node": "d"}],
+        "ProductionsMemoryStranded": [{"node": "b"}],
+    }
+    (tmp_path / "rules.yml").write_text(alert_rules())
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"alertname": name, "eval_time": "8m", "exp_alerts": [{"exp_labels": one} for one in labels]}
+            for name, labels in fires.items()
+        ],
+    }
+    (tmp_path / "test.yml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "15s", "tests": [test]})
+    )
+    done = subprocess.run(
+        [str(PROMTOOL), "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
