@@ -15,6 +15,7 @@ Pure: no I/O, no clock.  Times are seconds on one clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +95,14 @@ class FleetSwitch:
 
     late_s: float = 10.0
     silent_s: float = 5.0
+    clock_gap_s: float = math.inf
+    """Longer than this between two ticks is our own stop, as for :class:`~rose.policy.fleet.Fleet`: nobody was heard, and nothing was watched."""
     all_held: bool = False
     held: dict[str, bool] = field(default_factory=dict[str, bool])
     release: StagedRelease | None = None
     taken_back: str = ""
     _nodes: dict[str, _Node] = field(default_factory=dict[str, _Node])
+    _ticked_at_s: float | None = None
 
     def is_held(self, group: str) -> bool:
         return self.held.get(group, self.all_held)
@@ -147,6 +151,7 @@ class FleetSwitch:
     # --- time
 
     def tick(self, at_s: float) -> list[Action]:
+        self._forgive_own_stop(at_s)
         release = self.release
         if release is None:
             return []
@@ -212,6 +217,18 @@ class FleetSwitch:
         self._forget_skipped()
 
     # --- inside
+
+    def _forgive_own_stop(self, at_s: float) -> None:
+        gap_s = 0.0 if self._ticked_at_s is None else at_s - self._ticked_at_s
+        self._ticked_at_s = at_s
+        if gap_s <= self.clock_gap_s:
+            return
+        for node in self._nodes.values():
+            node.heard_s = min(at_s, node.heard_s + gap_s)
+            if node.late_since_s is not None:
+                node.late_since_s = min(at_s, node.late_since_s + gap_s)
+        if self.release is not None:
+            self.release.began_s = min(at_s, self.release.began_s + gap_s)
 
     def _is_of(self, node: _Node, groups: tuple[str, ...]) -> bool:
         if groups:

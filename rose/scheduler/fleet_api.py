@@ -55,7 +55,7 @@ class FleetRoutes:
         self._path = journal.directory / FILE
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._switch = FleetSwitch()
+        self._switch = FleetSwitch(clock_gap_s=dispatcher.book.fleet.params.clock_gap_s)
         self._said: dict[str, tuple[float, Heartbeat]] = {}
         self._read()
         self._kept: dict[str, Any] | None = self._switch.state()

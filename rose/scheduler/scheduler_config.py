@@ -290,6 +290,8 @@ class SchedulerConfig(Section):
         return FleetParams(
             suspect_s=self.timeouts.suspect_s,
             dead_s=self.timeouts.dead_s,
+            # A sleep of tick_s takes a little more: every tick would be taken for our own stop, and no silence would count.
+            clock_gap_s=max(FleetParams().clock_gap_s, 4 * self.timeouts.tick_s),
             drain_s=self.timeouts.device_return_s,
             cap_dedicated=self.cap_dedicated,
             cap_harvested=self.cap_harvested,

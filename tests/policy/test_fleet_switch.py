@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -213,3 +214,19 @@ def test_nobody_is_released_but_by_on_and_a_restart_changes_nobody(orders: list[
         copy = FleetSwitch()
         copy.restore(at_s, switch.state())
         assert held(copy) == held(switch)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_of_our_own_takes_no_release_back_and_watches_nothing(late: bool) -> None:
+    switch = FleetSwitch(clock_gap_s=1.0)
+    say(switch, 0.0, "n", "eu")
+    switch.on(0.0, watch_s=30.0)
+    for half in range(1, 41):
+        say(switch, half / 2, "n", "eu", late=late and half == 40)
+        assert switch.tick(half / 2) == []
+    assert switch.tick(32.0) == []  # twelve seconds later
+    for half in range(65, 84):
+        say(switch, half / 2, "n", "eu")
+        assert switch.tick(half / 2) == []
+    say(switch, 42.0, "n", "eu")
+    assert switch.tick(42.0) == [Done()]

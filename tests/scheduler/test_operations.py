@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from rose.policy.fleet import Fleet
+from rose.policy.worker import Tier
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import PROMPT, World, generate
 
@@ -125,3 +130,15 @@ async def test_whoever_looks_whether_anybody_is_here_is_answered(world: World) -
     await world.start()
     async with world.session.head(world.url) as response:
         assert (response.status, await response.read()) == (200, b"")
+
+
+@pytest.mark.parametrize("tick_s", [0.25, 1.0])
+def test_a_silent_worker_is_found_dead_at_any_tick_that_is_allowed(tick_s: float) -> None:
+    config = SchedulerConfig.model_validate({"timeouts": {"tick_s": tick_s}})
+    fleet = Fleet(params=config.fleet_params())
+    fleet.register(
+        at_s=0.0, worker_id="a", incarnation="1", tier=Tier.DEDICATED, model="m", max_model_len=100
+    )
+    ticks = range(1, int(2 * config.timeouts.dead_s / tick_s))
+    down = [one for tick in ticks for one in fleet.tick(1.01 * tick_s * tick)]  # a sleep takes a little more
+    assert [one.reason for one in down] == ["silent"]
