@@ -47,6 +47,8 @@ from rose.scheduler.trajectory import Trajectory
 log = logging.getLogger("rose.scheduler")
 
 _SPARE_DEADLINES = 1000
+COMPACT_AGAIN_S = 60.0
+"""After a compaction that failed: the disk may have room again."""
 
 
 class Books:
@@ -105,6 +107,7 @@ class Books:
         self.epoch = 0
         """Of the process that wrote last."""
         self._compact_bytes = compact_bytes
+        self._compact_at_s = 0.0
         if journal.claim is None:
             self.catch_up()
         else:
@@ -138,7 +141,7 @@ class Books:
         elif self.is_journal_large:
             with self._reported():
                 journal.compact(self._snapshot())
-            self._compacted()
+                self._compacted()
         assert journal.claim is not None
         journal.claim.rise_above(self.epoch)
         self._write(EpochRecord(epoch=journal.claim.epoch))
@@ -151,13 +154,14 @@ class Books:
     @property
     def is_journal_large(self) -> bool:
         """Large, and mostly history."""
-        return self.journal.size_bytes > self._compact_bytes and not self.journal.is_compacting
+        is_large = self.journal.size_bytes > self._compact_bytes and not self.journal.is_compacting
+        return is_large and time.monotonic() >= self._compact_at_s
 
     async def compact(self) -> None:
         """Rewrite the journal with the live state, beside everything else."""
         with self._reported():
             await self.journal.compact_beside(self._snapshot())
-        self._compacted()
+            self._compacted()
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -165,6 +169,7 @@ class Books:
         try:
             yield
         except (OSError, CapacityError) as error:
+            self._compact_at_s = time.monotonic() + COMPACT_AGAIN_S
             log.error("the journal was not compacted: %s", getattr(error, "strerror", None) or error)
 
     def _snapshot(self) -> Iterator[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from rose.auth import Tokens, bearer
+from rose.scheduler.books import COMPACT_AGAIN_S
 from rose.scheduler.journal import Journal
 from rose.scheduler.records import FinishRecord, TurnRecord
 from rose.scheduler.store import TrajectoryStore, sp
@@ -330,6 +332,30 @@ async def test_an_acknowledgement_that_comes_after_the_lease_and_a_compaction_su
     assert again.book.ready == live.book.ready == {"j": ["b"]}
     again.ack(leased.batch_id, 0, 1)  # said twice
     again.journal.close()
+
+
+async def test_a_compaction_that_failed_is_tried_again_as_soon_as_the_disk_may_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Journal) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    clock_s = 1000.0
+    monkeypatch.setattr("rose.scheduler.books.time.monotonic", lambda: clock_s)
+    live = TrajectoryStore(
+        Journal(tmp_path), sp.SampleParams(), max_trajectories=999, retained_finals=0, compact_bytes=5000
+    )
+    while not live.is_journal_large:
+        live.cancel(live.create(job="j", group_id=None, group_size=1, task=None, sampling={}), "test")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_fresh", full)
+        await live.compact()
+    assert not live.is_journal_large  # not at every tick
+    clock_s += COMPACT_AGAIN_S
+    assert live.is_journal_large
+    await live.compact()
+    assert live.journal.size_bytes < 5000
+    live.journal.close()
 
 
 def test_names_of_many_batches_are_compacted_into_records_of_bounded_size(
