@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -138,7 +138,7 @@ async def stream_job(
             )
             for index, handle in enumerate(inflight.handles)
         ]
-        await asyncio.gather(*(choice.run() for choice in choices))
+        await _all_or_none([asyncio.ensure_future(choice.run()) for choice in choices])
         answer = msgspec.json.decode(await inflight.wait())
         last = list(form.end(answer, [choice.finish_reason(answer) for choice in choices]))
         if chat:
@@ -151,6 +151,16 @@ async def stream_job(
             raise
         await events.send_all(form.failed(error))
         return await events.finish()
+
+
+async def _all_or_none(choices: Sequence[asyncio.Future[None]]) -> None:
+    """One that fails ends the others: whatever they wrote after its error would be read as the next answer on the connection."""
+    try:
+        await asyncio.gather(*choices)
+    finally:
+        for choice in choices:
+            choice.cancel()
+        await asyncio.gather(*choices, return_exceptions=True)
 
 
 async def _progress(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
-from rose.scheduler.parses import Piece, StreamParse, joined
+from rose.policy.turn_events import TurnEnded, TurnState
+from rose.scheduler.dispatch import TurnHandle
+from rose.scheduler.http import errors_middleware, read_object
+from rose.scheduler.parses import Parsed, Piece, StreamParse, joined
+from rose.scheduler.protocols.chat import ChatRequest
 from rose.scheduler.stops import StopMatcher, cut_at_stop
+from rose.scheduler.streams import stream_job
 from rose.testing.fake_engine import FakeEngine
 from tests.scheduler.conftest import World, user
 
@@ -175,3 +185,70 @@ def test_a_stop_string_inside_held_text_that_does_not_count_is_none() -> None:
 )
 def test_a_token_of_several_stop_strings_is_cut_at_the_first_of_them(text: str, shown: str) -> None:
     assert cut_at_stop(text, "\n", min_tokens=3, keep=False) == shown
+
+
+async def test_a_choice_that_fails_ends_the_others_before_the_error_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another one wrote later went out before the next answer on the connection."""
+    handles = [TurnHandle(turn_id=f"t-{index}", prompt_ids=[1], sampling_params={}) for index in range(2)]
+    handles[1].tokens, handles[1].logprobs = [5], [0.0]
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def feed(parse: StreamParse, piece: Piece) -> Parsed:
+        asked.set()
+        await answer.wait()
+        return Parsed(delta={"content": "text of the first request"})
+
+    monkeypatch.setattr(StreamParse, "feed", feed)
+    monkeypatch.setattr(StreamParse, "close", lambda parse: None)
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        if not body.get("stream"):
+            return web.json_response({"answer": "to the second request"})
+        inflight = SimpleNamespace(
+            task=asyncio.ensure_future(asyncio.Event().wait()),
+            started=asyncio.Event(),
+            handles=handles,
+            is_waiting_too_long=False,
+        )
+        inflight.started.set()
+        try:
+            return await stream_job(
+                request,
+                cast(Any, inflight),
+                sent=ChatRequest(body),
+                body=body,
+                chat=True,
+                renderer=cast(Any, None),
+                dispatcher=cast(Any, None),
+                on_delivery=lambda handle, message: None,
+                keepalive_s=15.0,
+            )
+        finally:
+            inflight.task.cancel()
+
+    app = web.Application(middlewares=[errors_middleware])
+    app.router.add_post("/", chat)
+    async with TestClient(TestServer(app), connector=aiohttp.TCPConnector(limit=1)) as client:
+        asking = {"messages": [user("hi")], "n": 2, "stream": True}
+        first = asyncio.ensure_future(client.post("/", json=asking))
+        await asked.wait()
+        for handle in handles:
+            ended = TurnEnded(
+                turn_id=handle.turn_id,
+                outcome=TurnState.CANCELLED,
+                reason="redundant",
+                result=cast(Any, None),
+            )
+            handle.done.set_result(ended)
+            handle.notify()
+        async with await first as response:
+            assert response.status == 410
+            await response.read()
+        answer.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        async with client.post("/", json={"messages": [user("hi")]}) as response:
+            assert await response.json() == {"answer": "to the second request"}
