@@ -48,6 +48,8 @@ class TrainingSequence:
     """Behaviour log-probs, as the engine processed them."""
     temperatures: tuple[float, ...]
     allowed: tuple[tuple[int, ...] | None, ...]
+    branch: int = 0
+    """Number of the sequence among those of its trajectory."""
     masked: bool = False
     """Not to be trained on (too stale); its reward still counts in its group."""
     truncated: bool = False
@@ -161,10 +163,11 @@ def samples_of(
             logprobs=tuple(chain.logprobs),
             temperatures=tuple(chain.temperatures),
             allowed=tuple(chain.allowed),
+            branch=branch,
             masked=trajectory.get("stale") is True,
             truncated=_is_truncated(trajectory),
         )
-        for chain in chains
+        for branch, chain in enumerate(chains)
     ]
 
 
@@ -230,7 +233,7 @@ def make_minibatch(
 
 def in_order(samples: Iterable[TrainingSequence]) -> list[TrainingSequence]:
     """The order of a step, whatever order they came in."""
-    return sorted(samples, key=lambda sample: (sample.trajectory_id, sample.positions))
+    return sorted(samples, key=lambda sample: (sample.trajectory_id, sample.branch))
 
 
 def episode_sizes(samples: Sequence[TrainingSequence]) -> list[int]:

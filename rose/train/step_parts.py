@@ -12,11 +12,12 @@ from torch import Tensor
 from rose.train.advantages import EQUAL_REWARDS, uninformative_groups
 from rose.train.batch import Minibatch, TrainingSequence, make_minibatch
 
-Key = tuple[str, tuple[int, ...]]
+Key = tuple[str, int]
+"""Trajectory and branch."""
 
 
 def key_of(sample: TrainingSequence) -> Key:
-    return sample.trajectory_id, sample.positions
+    return sample.trajectory_id, sample.branch
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,7 +191,7 @@ class TorchTrainer:
             single_update: One update on the whole batch instead of epochs of minibatches.
 
         Raises:
-            TrainError: No sampled token at all, or a gradient that is not finite (its update is not applied).
+            TrainError: No sampled token at all, a branch that is there twice, or a gradient that is not finite (its update is not applied).
         """
         started_s = time.monotonic()
         params = self.params
@@ -365,11 +366,17 @@ class TorchTrainer:
     def _measure(
         self, samples: Sequence[TrainingSequence], owners: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Log-probs of ``samples``, proximal and reference, which the step then has."""
-        begun = self._begun
+        """Log-probs of ``samples``, proximal and reference, which the step then has.
+
+        Raises:
+            TrainError: A branch is among them twice.
+        """
+        begun, keys = self._begun, [key_of(sample) for sample in samples]
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            name, branch = twice[0]
+            raise TrainError(f"branch {branch} of trajectory {name} is there twice", field="samples")
         proximal, entropy_sum = self._forward(self._policy, samples, owners)
         reference = self._reference_log_probs(samples, owners)
-        keys = [key_of(sample) for sample in samples]
         begun.proximal |= dict(zip(keys, proximal, strict=True))
         begun.reference |= dict(zip(keys, reference or (), strict=reference is not None))
         begun.entropy_sum += entropy_sum

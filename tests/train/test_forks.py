@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.errors import TrainError
 from rose.train.batch import TrainingSequence, samples_of
 from rose.train.loss import LossParams
 from rose.train.recipes import AdvantageScale, Aggregation
@@ -53,3 +54,25 @@ def test_branches_in_minibatches_of_their_own_weigh_by_their_tokens(policy_model
     report = trainer.step(episodes())
     assert report.num_updates == 3
     assert report.loss == pytest.approx(-(1 + 1 - 1) / 3, abs=1e-6)
+
+
+def test_branches_of_equal_lengths_are_measured_each_by_itself(policy_model: Path) -> None:
+    """Told the trainer's own log-probs, none of their tokens is off."""
+    forked = trajectory([turn([10], [1]), turn([20], [9])], id="forked", reward=1.0)
+    plain = trajectory([turn([30], [6, 7])], id="plain", reward=0.0)
+    samples = [one for trace in (forked, plain) for one in samples_of(trace, vocab_size=320, max_tokens=64)]
+    assert samples[0].positions == samples[1].positions
+    trainer = TorchTrainer(policy_model, params("sequence"))
+    told = trainer.log_probs(samples)
+    samples = [
+        replace(one, logprobs=tuple(map(float, values))) for one, values in zip(samples, told, strict=True)
+    ]
+    report = trainer.step(samples)
+    assert report.mismatch_kl == pytest.approx(0.0, abs=1e-9)
+    assert report.logprob_diff_max == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_branch_that_is_told_twice_is_refused(policy_model: Path) -> None:
+    trainer = TorchTrainer(policy_model, params("sequence"))
+    with pytest.raises(TrainError, match="forked"):
+        trainer.step([*episodes(), episodes()[0]])
