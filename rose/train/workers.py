@@ -439,6 +439,10 @@ class TrainWorker:
                     return
                 continue
             self._num_leases += 1
+            if self._has_trained_on(leased[1]):
+                logger.warning("a lease ran out before its checkpoint: raise scheduler.lease_ttl_s")
+                await self._give_back()  # and say what was trained on
+                continue
             try:
                 kept, seen = self._collected.add(*leased, version, self._take_samples, num_groups=num_groups)
             except RoseError:
@@ -451,6 +455,12 @@ class TrainWorker:
             if self._streams:
                 self._freshen()
         await self._begin()
+
+    def _has_trained_on(self, trajectories: Sequence[dict[str, Any]]) -> bool:
+        """Whether any of them are of a lease of before that waits for a checkpoint still."""
+        ids = {one.get("id") for one in trajectories if isinstance(one.get("id"), str)}
+        waiting = {step for _, step in (*self._unacknowledged, *self._written)}
+        return any(not ids.isdisjoint(self._consumed.get(step, ())) for step in waiting)
 
     def _freshen(self) -> None:
         """Note the groups that the step was not known to have.  One whose lease ran out may come a second time."""
