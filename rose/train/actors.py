@@ -23,7 +23,7 @@ from rose.train.envs.base import Task
 from rose.train.evaluation import EvalEpisode, Part, parts_of, told_of
 from rose.train.export import Which
 from rose.train.mix import TaskMix, TaskShapes
-from rose.train.plan import GroupPlan, GroupState
+from rose.train.plan import GroupPlan, GroupState, num_named
 from rose.train.rollout import RolloutReport
 from rose.train.room import LOOK_EVERY_S, Room
 from rose.train.train_config import RewardSettings, TrainConfig
@@ -90,6 +90,7 @@ class Actors:
         self.num_deaths_in_a_row = 0
         self.last_death: str | None = None
         self.given_up: Counter[str] = Counter()
+        self._named: tuple[tuple[int, int], int] = (0, 0), 0
         self.tokens = tokens
         self._parts = parts
         self._room = Room(config)
@@ -106,6 +107,17 @@ class Actors:
         self.given_up[group_id] += 1
         if len(self.given_up) > MAX_REMEMBERED:
             del self.given_up[next(iter(self.given_up))]
+
+    @property
+    def num_named(self) -> int:
+        """Above the numbers of all groups that this step was begun with, also before a manager died: the trainer may hold any of them."""
+        of, count = self._named
+        return count if of == (self.attempt, self.step) else 0
+
+    def note_names(self, plans: Sequence[GroupPlan]) -> None:
+        """These groups are begun for the step."""
+        count = num_named(plans, attempt=self.attempt, step=self.step)
+        self._named = (self.attempt, self.step), max(self.num_named, count)
 
     def may_begin_again(self, group_id: str) -> bool:
         """Whether a group that was begun before is worth it."""

@@ -238,7 +238,7 @@ async def _synchronous_step(
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
     lent_before_s = loan.lent_s
     causes: Counter[str] = Counter()
-    wanted, launched = config.rollout.num_groups, 0
+    wanted = config.rollout.num_groups
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
         waiting = [group for group in await actors.survey() if actors.may_begin_again(group.group_id)]
@@ -256,10 +256,10 @@ async def _synchronous_step(
                 num_groups=wanted,
                 group_size=config.rollout.group_size,
                 num_redundant=config.rollout.redundant_episodes,
-                first_index=launched if round_index else 0,
+                first_index=actors.num_named if round_index else 0,
                 ratios=actors.shapes.ratios,
             )
-        launched += len(plans)
+        actors.note_names(plans)
         last_failure = ""
         async with loan.lent():
             reports = await _played(config, actors, split_plans(plans, actors.num_managers))

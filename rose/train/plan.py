@@ -62,7 +62,7 @@ def plan_groups(
         mix: The tasks of the job; steps walk through them in order.
         first_task: Where in ``mix`` this step begins.
         num_groups: Groups wanted now, complete ones among ``waiting`` included.
-        first_index: Groups that this step has launched before (a refill launches new ones).
+        first_index: Above the numbers of what this step has launched before (a refill launches new ones).
         ratios: New prompt tokens per sampled one, by task.
 
     Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
@@ -95,6 +95,13 @@ def plan_groups(
             num_begun += 1
         index += 1
     return plans
+
+
+def num_named(plans: Sequence[GroupPlan], *, attempt: int, step: int) -> int:
+    """Above the numbers of all groups among ``plans`` that :func:`plan_groups` named for this step of this attempt."""
+    prefix = f"{attempt}-{step:06d}-"
+    names = (plan.group_id for plan in plans)
+    return max((1 + int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
 
 def plan_of(group: GroupState) -> GroupPlan:

@@ -1,0 +1,99 @@
+"""The synchronous loop on actors that do as the test says: names of groups, rounds, and how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.auth import Tokens
+from rose.train.actors import ActorDied, Actors
+from rose.train.loop import train_with
+from rose.train.plan import GroupPlan, GroupState
+from rose.train.rollout import RolloutReport
+from rose.train.train_config import TrainConfig
+
+
+class PlayedActors(Actors):
+    """Episodes end at once, but for those of the ``dies_in``-th round, whose manager dies.
+
+    The trainer asks for ``refills`` in each attempt at a step, and gives back what it holds before the next.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, dies_in: int | None = None, refills: Sequence[int] = ()
+    ) -> None:
+        super().__init__(config, Tokens.generate(), None)
+        self.attempt = 1
+        self.rounds: list[list[str]] = []
+        self._dies_in, self._all_refills, self._refills = dies_in, refills, list(refills)
+        self._waiting: list[GroupState] = []
+        self._held: list[GroupState] = []
+
+    async def ensure(self) -> list[dict[str, Any]]:
+        self._waiting, self._held = self._held + self._waiting, []
+        self._refills = list(self._all_refills)
+        return []
+
+    async def survey(self, group_ids: Sequence[str] | None = None) -> list[GroupState]:
+        return list(self._waiting)
+
+    async def run(self, plans: list[list[GroupPlan]]) -> list[RolloutReport]:
+        named = [plan for part in plans for plan in part]
+        self.rounds.append([plan.group_id for plan in named])
+        if len(self.rounds) == self._dies_in:
+            raise ActorDied("the manager")
+        for plan in named:
+            size = plan.group_size
+            self._waiting.append(
+                GroupState(group_id=plan.group_id, group_size=size, task=plan.task, num_finished=size)
+            )
+        return [RolloutReport(num_episodes=len(named), num_turns=0, num_retries=0)]
+
+    async def train(self) -> dict[str, Any]:
+        self._held, self._waiting = self._held + self._waiting, []
+        if self._refills:
+            missing = self._refills.pop(0)
+            return {"missing": missing, "launch": missing, "held": 0}
+        return {
+            "step": self.step,
+            "group_ids": [group.group_id for group in self._held],
+            "sampled_success_rate": 0.0,
+            "prefill_per_decode": 0.0,
+        }
+
+    async def stop_episodes(self) -> None:
+        pass
+
+
+def config_of(tmp_path: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": str(tmp_path / "model"),
+            "output_dir": str(tmp_path / "out"),
+            "num_steps": 1,
+            "weights": {"directory": str(tmp_path / "weights")},
+            "log": {"tensorboard": False, "page": False},
+            "rollout": {"mode": "synchronous", "num_groups": 4, "group_size": 2},
+            "trainer": {"learning_rate": 1e-3, "algorithm": "dapo", "stream_groups": "off"},
+            **changes,
+        }
+    )
+
+
+async def test_a_refill_after_a_managers_death_meets_no_group_that_the_trainer_holds(tmp_path: Path) -> None:
+    actors = PlayedActors(config_of(tmp_path), dies_in=2, refills=[3])
+    await train_with(actors, lambda _: None)
+    first, died, again, refill = actors.rounds
+    assert (len(first), len(died), again, len(refill)) == (4, 3, [], 3)
+    assert not {*first, *died} & {*refill}
+
+
+async def test_a_refill_meets_no_group_that_was_named_beside_those_that_waited(tmp_path: Path) -> None:
+    actors = PlayedActors(config_of(tmp_path), refills=[3])
+    left = GroupState(group_id="0-000000-0000", group_size=2, task={}, num_finished=2)
+    ready = [left, GroupState(group_id="1-000000-0000", group_size=2, task={}, num_finished=2)]
+    actors._waiting += ready
+    await train_with(actors, lambda _: None)
+    names = [name for names in actors.rounds for name in names] + [group.group_id for group in ready]
+    assert len(names) == len({*names}) == 2 + 3 + 2
