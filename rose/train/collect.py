@@ -44,7 +44,7 @@ class CollectParams:
     """A trajectory with a token older than this many versions is measured, not trained on."""
     dynamic_sampling: bool = False
     max_rounds: int = 8
-    """Of one step; then it is trained on what there is."""
+    """Of one step, until it has ``num_groups``; then it is trained on what there is."""
     min_informative: int = 0
     """Groups with unequal rewards that are waited for, with more groups, for ``starved_rounds`` rounds."""
     starved_rounds: int = 4
@@ -106,9 +106,9 @@ class Collected:
         """Groups to lease before the step can be taken; 0 = it can."""
         if self.round.num_due:
             return self.round.num_due
-        if self.num_rounds >= self.params.max_rounds:
-            return 0
-        return max(0, self.params.num_groups - len(self.kept)) or self.num_starving
+        may_refill = self.num_rounds < self.params.max_rounds
+        num_lacking = max(0, self.params.num_groups - len(self.kept)) if may_refill else 0
+        return num_lacking or self.num_starving
 
     @property
     def num_starving(self) -> int:

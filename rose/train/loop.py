@@ -239,7 +239,8 @@ async def _synchronous_step(
     lent_before_s = loan.lent_s
     causes: Counter[str] = Counter()
     wanted = config.rollout.num_groups
-    for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
+    most_rounds = max(config.trainer.dynamic_sampling.max_rounds, config.trainer.guard.max_rounds)
+    for round_index in range(MAX_ROUNDS + most_rounds):
         started_s = time.monotonic()
         waiting = [group for group in await actors.survey() if actors.may_begin_again(group.group_id)]
         if tail is not None:

@@ -149,3 +149,11 @@ def test_a_starved_step_does_not_wait_for_ever() -> None:
     step.add("b1", group("a", [1, 1]) + group("b", [0, 0]), (1, 5))
     step.add("b2", group("c", [1, 1]), (1, 5))
     assert (step.num_missing, step.num_leases_starved) == (0, 2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_starved_step_waits_for_its_own_number_of_rounds(dynamic: bool) -> None:
+    step = collected(dynamic_sampling=dynamic, min_informative=1, max_rounds=2, starved_rounds=5)
+    while step.num_missing:
+        step.add(f"b{step.num_rounds}", group(f"g{step.num_rounds}", [1, 1]), (1, 5))
+    assert step.num_rounds == 5

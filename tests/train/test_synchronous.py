@@ -97,3 +97,15 @@ async def test_a_refill_meets_no_group_that_was_named_beside_those_that_waited(t
     await train_with(actors, lambda _: None)
     names = [name for names in actors.rounds for name in names] + [group.group_id for group in ready]
     assert len(names) == len({*names}) == 2 + 3 + 2
+
+
+async def test_a_starved_step_has_as_many_rounds_as_its_guard(tmp_path: Path) -> None:
+    trainer = {
+        "learning_rate": 1e-3,
+        "algorithm": "grpo",
+        "stream_groups": "off",
+        "guard": {"max_rounds": 40},
+    }
+    actors = PlayedActors(config_of(tmp_path, trainer=trainer), refills=[1] * 39)
+    assert (await train_with(actors, lambda _: None)).num_steps == 1
+    assert len(actors.rounds) == 40
