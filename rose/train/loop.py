@@ -190,7 +190,14 @@ async def _steps(
         exported = ""
         if config.export and actors.step >= config.num_steps:
             which = "best" if config.export == "best" else "last"
-            exported = await actors.export(config.output_dir / "model", which)
+            try:
+                exported = await actors.export(config.output_dir / "model", which)
+            except ActorDied as death:
+                raise TrainError(
+                    f"all steps are taken, but the trainer died while it wrote the export: {death}",
+                    field="export",
+                    fix=f"`rose train --export {which}` writes it from the checkpoints",
+                ) from death
     return RunResult(
         num_steps=actors.step,
         attempt=actors.attempt,

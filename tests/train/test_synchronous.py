@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rose.auth import Tokens
+from rose.errors import TrainError
 from rose.train.actors import ActorDied, Actors
 from rose.train.loop import train_with
 from rose.train.plan import GroupPlan, GroupState
@@ -109,3 +112,14 @@ async def test_a_starved_step_has_as_many_rounds_as_its_guard(tmp_path: Path) ->
     actors = PlayedActors(config_of(tmp_path, trainer=trainer), refills=[1] * 39)
     assert (await train_with(actors, lambda _: None)).num_steps == 1
     assert len(actors.rounds) == 40
+
+
+async def test_a_trainer_that_dies_in_the_export_is_named_with_what_to_do(tmp_path: Path) -> None:
+    class Dying(PlayedActors):
+        async def export(self, target: Path, which: Any) -> str:
+            raise ActorDied("out of memory")
+
+    with pytest.raises(
+        TrainError, match=r"while it wrote the export.*out of memory.*rose train --export last"
+    ):
+        await train_with(Dying(config_of(tmp_path, export=True)), lambda _: None)
