@@ -9,6 +9,7 @@ After a death steps may be taken again, by the same driver or the next one: numb
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -130,17 +131,23 @@ class TensorBoardSink:
 
 
 class WandbSink:
+    """One run of Weights & Biases for a job's output folder, which keeps its name."""
+
     def __init__(self, config: TrainConfig) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        remembered = config.output_dir / "wandb-run"
+        run_id = remembered.read_text().strip() if remembered.is_file() else secrets.token_hex(8)
         self._run: Any = wandb.init(
             project=config.log.wandb_project,
             name=config.job,
-            id=config.run_id,
+            id=run_id,
             resume="allow",
             dir=str(config.output_dir),
             config=parameters_of(config),
         )
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(run_id)
         # W&B's own steps only go up, and what comes under a lower one is ignored: ours are an axis like any other.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

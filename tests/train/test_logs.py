@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,23 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path: Path, monkeypatch: p
     expected = (b"eval/success_rate", b"0.1234", b"0.2345", b"0.3456", b"0.4567")
     # A process of the library's writes it, and may still when `finish` has returned.
     eventually(lambda: all(part in run.read_bytes() for part in expected), "what was logged")
+
+
+def test_each_output_folder_has_its_own_run_of_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one name, and one of them goes on."""
+    ids: list[str] = []
+
+    def init(**told: Any) -> SimpleNamespace:
+        ids.append(told["id"])
+        return SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda **_: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for folder in ("one", "other", "one"):
+        with open_logs(config(tmp_path / folder, wandb_project="p", tensorboard=False)):
+            pass
+    assert ids[0] == ids[2] != ids[1]
 
 
 def test_rewards_and_lengths_by_quarter_of_length() -> None:
