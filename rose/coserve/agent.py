@@ -346,8 +346,7 @@ class NodeAgent(Node):
             self._switch_off(
                 f"slo_tpot_ms of {self.slo_tpot_ms:g} is below production's own step of {floor_s * 1e3:.1f} ms"
             )
-        rollout = self.device.rollout
-        lent = rollout is not None and rollout.reserved_pages > 0
+        lent = policy.held_pages > 0  # not by the engine's file alone, which outlives it
         if self.slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
             lending = self.config.lending
             self._switch_off(

@@ -34,6 +34,7 @@ def heartbeat(
     device = node.device
     ready = node.engine.state == "ready" and node.mode == Mode.ON
     rollout = device.rollout if node.engine.running else None
+    lease = device.lease if device.serving_alive() else None
     budget, used = _tokens_of(rollout, engine_status)
     p99_s = {} if node.latency is None else node.latency.p99_s
     return Heartbeat(
@@ -68,8 +69,8 @@ def heartbeat(
         slo_breaches_while_lending=node.breaches_while_lending,
         engine_kills=node.engine.num_kills,
         switched_off=node.switched_off,
-        stranded_pages=device.lease.stranded_pages if device.lease else 0,
-        plugin_errors=device.lease.errors if device.lease else 0,
+        stranded_pages=lease.stranded_pages if lease else 0,
+        plugin_errors=lease.errors if lease else 0,
     )
 
 
