@@ -204,12 +204,15 @@ class NodeAgent(Node):
             await asyncio.sleep(AGAIN_S)
 
     async def _leave(self, tasks: list[asyncio.Task[None]], control: ControlServer) -> None:
-        """Take the loan back, then end the engine; in that order, so that requests end with their tokens."""
+        """Take the loan back, then end the engine; in that order, so that requests end with their tokens.
+
+        The mode stays: killed before our file is gone, we leave the next agent what was ordered.
+        """
         logger.info("stopping")
         self.want_engine = False
-        self.mode = Mode.OFF
+        self._stop.set()
         try:
-            self._set_mode()
+            self._heed_assignment()
             if self.engine.running:
                 await self.wait_given_back(self.policy.reclaim_deadline_s)
         except RoseError as error:
@@ -468,6 +471,8 @@ class NodeAgent(Node):
             self._set_mode()
 
     def _released_because(self) -> str:
+        if self._stop.is_set():
+            return "the agent is stopping"
         if self.lent_s == 0.0:
             return "its owner has this device"
         if self.assignment.held:

@@ -56,7 +56,7 @@ class Node:
         """rose-scheduler has said whether the fleet is on, or has no say: until then production's device is held."""
         self.released_because = ""
         """Why nothing is lent to this device's engine, which stays where it is, whatever the mode: its owner has the device, the fleet is
-        switched off, no job wants it.  "": nothing of the kind."""
+        switched off, no job wants it, the agent is stopping.  "": nothing of the kind."""
         self.lent_until_s: float | None = None
         """Of a borrowed device, by the monotonic clock; None: its owner has not lent it yet."""
         self.errors: dict[str, str] = {}

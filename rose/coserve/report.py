@@ -32,7 +32,7 @@ def heartbeat(
 ) -> Heartbeat:
     """A heartbeat to rose-scheduler."""
     device = node.device
-    ready = node.engine.state == "ready" and node.mode == Mode.ON
+    ready = node.engine.state == "ready" and node.mode == Mode.ON and not stopping
     rollout = device.rollout if node.engine.running else None
     lease = device.lease if device.serving_alive() else None
     budget, used = _tokens_of(rollout, engine_status)

@@ -22,7 +22,7 @@ from rose.coserve.latency import ServingLatency
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase, RankState, RolloutLease, ServingBoard, ServingLease
-from rose.coserve.state_file import StateFile
+from rose.coserve.state_file import StateFile, take_over
 from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
 from rose.policy.deadlines import EXITS_REMEMBERED
@@ -316,3 +316,30 @@ def test_another_agent_in_our_place_ends_us(bench: Bench, tmp_path: Path) -> Non
     (tmp_path / "n" / "node.state").unlink()
     with NodeDir(tmp_path / "n").node_writer(), pytest.raises(LedgerError, match="another live process"):
         bench.round()
+
+
+async def test_an_agent_killed_while_it_stops_leaves_the_next_one_what_was_ordered(bench: Bench) -> None:
+    agent = bench.agent
+    assert agent.policy.lend_pages > 0
+    await agent._leave([], Control())  # type: ignore[arg-type]
+    state = NodeDir(agent.config.dir).node().read()
+    assert state is not None
+    assert state.lend_pages == 0
+    agent._state.close()  # killed: the file stays
+    after = NodeAgent(agent.config, Tokens.generate())
+    assert take_over(after)
+    assert after.mode == Mode.ON
+
+
+def test_an_agent_that_stops_offers_its_engine_to_nobody(bench: Bench) -> None:
+    bench.agent.engine.state = "ready"
+    assert bench.agent.heartbeat("one", 1).state == "ready"
+    bench.agent.stop()
+    assert bench.agent.heartbeat("one", 2).state == "stopping"
+
+
+class Control:
+    """The agent's server of commands, for one that never had any."""
+
+    async def stop(self) -> None:
+        pass
