@@ -112,7 +112,7 @@ class StateFile:
             max_lend_pages=node.max_lend_pages,
             delay_pct=round(100 * node.engine.delay),
             stop_at_layers=int(node.stop_at_layers),
-            max_loss_ppm=round(1e6 * policy.params.max_hit_rate_loss)
+            max_loss_ppm=max(1, round(1e6 * policy.params.max_hit_rate_loss))
             if isinstance(policy, LendingPolicy)
             else 0,
         )

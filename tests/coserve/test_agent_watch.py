@@ -280,6 +280,15 @@ def test_production_is_told_the_bound_on_what_a_loan_may_cost_its_cache(bench: B
     assert told() == 0
 
 
+def test_the_strictest_bound_on_the_cache_is_not_told_as_none(bench: Bench) -> None:
+    """In millionths it rounds to 0, which stands for whatever a loan costs."""
+    bench.agent.policy.params = dataclasses.replace(bench.agent.policy.params, max_hit_rate_loss=4e-7)
+    bench.round()
+    state = NodeDir(bench.agent.config.dir).node().read()
+    assert state is not None
+    assert state.max_loss_ppm == 1
+
+
 def test_the_status_says_how_much_production_keeps_for_its_prefixes(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
