@@ -258,9 +258,19 @@ class NodeAgent(Node):
             except Exception as error:
                 engine.error = repr(error)
                 logger.exception("rollout engine")
-            await engine.stop(grace_s=0.0)
+            await self._end_all_of_it()
             if self.wants_engine:
                 engine.restarts.ended(time.monotonic())
+
+    async def _end_all_of_it(self) -> None:
+        """Until nothing of the engine is left; one that is slow to die has the device governed meanwhile."""
+        while True:
+            try:
+                return await self.engine.stop(grace_s=0.0)
+            except RoseError as error:
+                self.engine.error = str(error)
+                logger.error("%s", error)
+            await asyncio.sleep(AGAIN_S)
 
     async def _while_it_fits(self) -> None:
         """Until the engine has ended; one that production has outgrown is ended for it."""

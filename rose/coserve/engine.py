@@ -101,6 +101,8 @@ class RolloutEngine:
         self._own_ladder: dict[str, Any] | None = None
         self._mps_control: str | None = None
         self._killing = asyncio.Lock()
+        self._killed_s: float | None = None
+        """When it was killed, until nothing of it is left."""
         self._hurried = False
         self._warned = False
         self._sched: Literal["normal", "batch", "idle"] = config.engine.sched or (
@@ -429,15 +431,20 @@ class RolloutEngine:
         """SIGKILL for the whole tree; returns when nothing is left.  A second call waits for the first."""
         async with self._killing:
             if self.running and self._child is not None:
-                self.num_kills += 1
+                if self._killed_s is None:  # else it is slow to die, and this is the same kill
+                    self._killed_s = time.monotonic()
+                    self.num_kills += 1
                 self.error = f"killed: {reason}"
                 logger.error("killing the rollout engine: %s", reason)
                 self._begin_dying()
-                begun_s = time.monotonic()
-                try:
-                    await asyncio.to_thread(self._child.kill)
-                finally:
-                    self.exits_s.append(time.monotonic() - begun_s)
+                await asyncio.to_thread(self._child.kill)
+                self._note_exit()
+
+    def _note_exit(self) -> None:
+        """Nothing of it is left: what that took from the first kill on, by whom ever it was ended at last."""
+        if self._killed_s is not None:
+            self.exits_s.append(time.monotonic() - self._killed_s)
+            self._killed_s = None
 
     def _begin_dying(self) -> None:
         """From here until nothing of it is left it has a normal share: the dying need their core to give memory back."""
@@ -464,6 +471,7 @@ class RolloutEngine:
             if self.running:
                 self._begin_dying()
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
+            self._note_exit()
         self._end_sentinel()
         await asyncio.to_thread(self.segments.end)
         if self.state != "failed":

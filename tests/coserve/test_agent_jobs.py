@@ -45,6 +45,64 @@ async def test_a_job_that_breaks_begins_anew_and_one_that_is_refused_ends_the_ag
     assert caplog.text.count("begins anew") == 1
 
 
+async def test_an_engine_that_is_slow_to_die_does_not_end_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "AGAIN_S", 0.0)
+    agent = NodeAgent(settings(tmp_path), Tokens.generate())
+    left, said, gone = [EngineError("processes [7] do not end")], list[str](), asyncio.Event()
+
+    async def start(size: object) -> None:
+        raise EngineError("not ready after 900 s")
+
+    async def stop(grace_s: float) -> None:
+        if left:
+            raise left.pop()
+        said.append(agent.engine.error)
+        agent.want_engine = False
+        gone.set()
+
+    monkeypatch.setattr(agent, "waits_for", lambda: None if agent.want_engine else "a test")
+    monkeypatch.setattr(agent, "engine_size", lambda: None)
+    monkeypatch.setattr(agent.engine, "start", start)
+    monkeypatch.setattr(agent.engine, "stop", stop)
+    keeping = asyncio.create_task(agent._keep_engine())
+    waiting = asyncio.create_task(gone.wait())
+    await asyncio.wait({keeping, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert not keeping.done()
+    keeping.cancel()
+    assert "do not end" in said[0]
+
+
+async def test_a_kill_that_takes_two_tries_is_one_kill_with_one_exit(tmp_path: Path) -> None:
+    engine = RolloutEngine(settings(tmp_path))
+    engine._child = child = SlowToDie()  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="do not end"):
+        await engine.kill("a test")
+    assert not engine.exits_s
+    await engine.kill("a test again")
+    assert child.num_kills == 2
+    assert (engine.num_kills, len(engine.exits_s)) == (1, 1)
+
+
+class SlowToDie:
+    """A process tree that is there still when the first kill has no more patience."""
+
+    share = None
+    num_kills = 0
+
+    def returncode(self) -> None:
+        return None
+
+    def lift(self, on: bool) -> bool:
+        return False
+
+    def kill(self) -> None:
+        self.num_kills += 1
+        if self.num_kills == 1:
+            raise EngineError("processes [7] do not end")
+
+
 async def test_an_answer_nested_too_deep_is_no_json_object(tmp_path: Path) -> None:
     async def nested(request: web.Request) -> web.Response:
         return web.Response(body=b"[" * 200_000, content_type="application/json")
