@@ -239,7 +239,7 @@ class Journal:
         if self._fenced is not None:
             raise self._fenced
         if self._broken is not None:
-            raise CapacityError(f"the journal is read-only: {self._broken}", retry_after_s=None)
+            raise self._read_only()
         data = _framed(record)
         try:
             self._write(data)
@@ -255,6 +255,9 @@ class Journal:
         if self._tail is not None:
             self._tail.append(data)
         self.check_ours()
+
+    def _read_only(self) -> CapacityError:
+        return CapacityError(f"the journal is read-only: {self._broken}", retry_after_s=None)
 
     def check_ours(self) -> None:
         """Raises:
@@ -280,8 +283,12 @@ class Journal:
         """Return when everything appended so far is on disk.
 
         Raises:
-            CapacityError: It is not, and nobody can say what a power loss would leave of it.
+            CapacityError: It is not, and nobody can say what a power loss would leave of it; or a record was refused before, which memory
+                may hold all the same.
         """
+        self.check_ours()
+        if self._broken is not None:
+            raise self._unsafe or self._read_only()
         goal = self._written
         while self._synced < goal:
             if self._unsafe is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import signal
 import sys
 import time
@@ -143,6 +144,35 @@ async def test_a_lease_survives_a_restart(world: World) -> None:
         "POST", f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 1}, role="trainer"
     )
     assert (await world.ok("GET", "/status"))["versions"] == {"job": "1.4"}
+
+
+async def test_what_a_full_disk_refused_is_refused_when_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.start()
+    first, second = [await world.trajectory() for _ in range(2)]
+    await world.ok("POST", f"/rose/v1/trajectories/{first}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 600}
+    await world.ok("PUT", "/rose/v1/batches/b", lease, role="trainer")
+    journal_file, real = world.scheduler.journal._file, os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if descriptor == journal_file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    ack = ("POST", "/rose/v1/batches/b/ack", {"step": 1, "attempt": 1})
+    finish = ("POST", f"/rose/v1/trajectories/{second}/finish", {"reward": 1})
+    for _ in range(2):
+        assert (await world.call(*ack, role="trainer"))[0] == 503
+        assert (await world.call(*finish))[0] == 503
+    monkeypatch.undo()
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    again = await world.ok("PUT", "/rose/v1/batches/b", lease, role="trainer")
+    assert [each["id"] for each in again["trajectories"]] == [first]
+    assert (await world.ok(*finish))["state"] == "finished"
 
 
 async def test_a_compacted_journal_gives_the_same_state(world: World) -> None:

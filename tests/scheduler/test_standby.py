@@ -236,6 +236,22 @@ def test_the_books_of_a_stand_by_are_those_of_the_active_one(tmp_path: Path, is_
     again.journal.close()
 
 
+async def test_one_that_was_taken_over_from_promises_nothing_when_asked_again(tmp_path: Path) -> None:
+    old = store_of(Journal(tmp_path))
+    name = old.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    old.finish(FinishRecord(id=name, reward=1.0))
+    old.lease(job="j", num_groups=1, version=(1, 0), ttl_s=600, name="b")
+    await old.journal.commit()
+    taken(tmp_path, over=1).close()
+    with pytest.raises(CapacityError):
+        old.ack("b", 1, 1)
+    old.ack("b", 1, 1)
+    with pytest.raises(CapacityError) as refused:
+        await old.journal.commit()
+    assert refused.value.code == "not_active"
+    old.journal.close()
+
+
 # --- processes -------------------------------------------------------------------------------------------
 
 
