@@ -56,8 +56,14 @@ def test_pairs_are_of_one_seed_and_a_run_without_its_other_counts_for_nothing() 
 
     assert (found["pairs"], found["harvested.turns_cut"]) == (2, 6)
     assert found["harvested.held_out"] == pytest.approx(0.02)
-    assert found["verdict"] == "as well"
+    assert found["verdict"] == "undecided"  # before all seeds are there
     assert "again.held_out" not in found  # one pair has no interval
+
+
+def test_all_seeds_together_have_a_verdict() -> None:
+    arms = {"dedicated": 0.5, "harvested": 0.52}
+    runs = [run(arm, seed, mean + seed / 100) for arm, mean in arms.items() for seed in learning_fleets.SEEDS]
+    assert summarise(runs)["verdict"] == "as well"
 
 
 def test_each_arm_comes_first_second_and_last_as_often() -> None:
