@@ -286,7 +286,8 @@ class Journal:
             CapacityError: It is not, and nobody can say what a power loss would leave of it; or a record was refused before, which memory
                 may hold all the same.
         """
-        self.check_ours()
+        if self._file >= 0:  # closed, there is nothing of ours left to look at
+            self.check_ours()
         if self._broken is not None:
             raise self._unsafe or self._read_only()
         goal = self._written
