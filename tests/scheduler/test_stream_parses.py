@@ -231,7 +231,9 @@ async def test_a_choice_that_fails_ends_the_others_before_the_error_is_answered(
 
     app = web.Application(middlewares=[errors_middleware])
     app.router.add_post("/", chat)
-    async with TestClient(TestServer(app), connector=aiohttp.TCPConnector(limit=1)) as client:
+    one = aiohttp.TCPConnector(limit=1)
+    soon = aiohttp.ClientTimeout(total=30.0)
+    async with TestClient(TestServer(app), connector=one, timeout=soon) as client:
         asking = {"messages": [user("hi")], "n": 2, "stream": True}
         first = asyncio.ensure_future(client.post("/", json=asking))
         await asked.wait()
