@@ -56,7 +56,6 @@ NOT_SIMULATED: dict[str, str] = {
     "node.gate.stop_at_layers": "[fleet] preempt_s says whether, and how soon, a step stops",
     "scheduler.tracing.otlp_endpoint": _WIRE,
     "scheduler.standby.dead_s": "there is one scheduler, and it does not die",
-    "scheduler.timeouts.tick_s": "the scheduler's clock ticks with the heartbeats",
     **dict.fromkeys(
         ("scheduler.journal.compact_bytes", "scheduler.decisions.max_bytes", "scheduler.decisions.max_files"), _STORE
     ),
@@ -101,6 +100,7 @@ NO_OCCASION: dict[str, str] = {
         ("scheduler.timeouts.suspect_s", "scheduler.timeouts.dead_s", "node.lending.dead_after_s"),
         "nobody falls silent here",
     ),
+    "scheduler.timeouts.tick_s": "the scheduler's clock ticks with the heartbeats, and nothing stops it",
     "scheduler.timeouts.detach_s": "no agent goes away",
     "scheduler.timeouts.stall_s": "engines do not wedge",
     "node.lending.max_hit_rate_loss": "no cache of the whole device is kept beside production's, so no lost hit is reported",
