@@ -56,7 +56,8 @@ class EngineConfig(Section):
     command: tuple[str, ...] = ("vllm", "serve")
     args: tuple[str, ...] = ()
     """Added behind ROSE's own; never put a secret here.  Beside production the size of the KV cache, eager mode and, on a GPU, the
-    memory share follow from production's lease where nothing here says otherwise (a vLLM ``--config`` file is not looked into)."""
+    memory share follow from production's lease where nothing here says otherwise (a vLLM ``--config`` file is not looked into), and
+    the schedule is synchronous: ``--async-scheduling`` is refused there."""
     warm: bool = False
     """Run it also while the mode is ``off``: it holds no KV memory then, but its weights and about 2 GB, and ``rose node on`` takes
     a tenth of a second instead of its start."""
@@ -94,6 +95,10 @@ class EngineConfig(Section):
     restart_pause_s: Positive = 1.0
     """Before the first restart of a window, and twice the last before each further one; after a start that failed at least as
     long as it took.  At most the window."""
+
+    def says(self, *options: str) -> bool:
+        """Do :attr:`args` name one of ``options``?  vLLM takes ``--a-b``, ``--a_b`` and ``--a-b=value`` for one."""
+        return any(arg.partition("=")[0].replace("_", "-") in options for arg in self.args)
 
 
 class LendingConfig(Section):
@@ -260,6 +265,16 @@ class NodeConfig(Section):
     def _one_owner(self) -> Self:
         if self.borrowed and self.serving is not None:
             raise ValueError("borrowed is for a device without [serving]: leave one of the two out")
+        return self
+
+    @model_validator(mode="after")
+    def _synchronous_beside_production(self) -> Self:
+        if self.serving is not None and self.engine.says("--async-scheduling"):
+            # Its next step would be decided before the last has ended: one too early for the gate, and timed as another's.
+            raise ValueError(
+                "engine.args has --async-scheduling, with which the gate would let steps begin too early beside production:"
+                " leave it out"
+            )
         return self
 
     @property

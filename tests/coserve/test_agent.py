@@ -45,7 +45,7 @@ async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in
     assert argv == (
         f"policy --host 127.0.0.1 --port {agent.config.engine.port} --served-model-name policy "
         '--max-model-len 256 --enable-scale-out --weight-transfer-config {"backend":"rose"} '
-        "--logprobs-mode processed_logprobs --enforce-eager --num-gpu-blocks-override 64"
+        "--logprobs-mode processed_logprobs --enforce-eager --no-async-scheduling --num-gpu-blocks-override 64"
     )
     env = report["env"]
     assert env["ROSE_ROLE"] == "rollout"

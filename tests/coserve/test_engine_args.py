@@ -20,7 +20,7 @@ def engine(*args: str, **env: str) -> EngineConfig:
 def test_all_of_it_where_the_operator_said_nothing() -> None:
     assert derived_args(engine("--seed=1"), SIZE) == (
         *("--kv-cache-memory-bytes", "4096", "--enforce-eager"),
-        *("--gpu-memory-utilization", "0.25"),
+        *("--gpu-memory-utilization", "0.25", "--no-async-scheduling"),
     )
 
 
@@ -38,12 +38,13 @@ def test_nothing_on_a_device_that_the_engine_has_to_itself() -> None:
         (("-O0",), "--enforce-eager"),
         (("--compilation_config={}",), "--enforce-eager"),
         (("--gpu-memory-utilization", "0.9"), "--gpu-memory-utilization"),
+        (("--no_async_scheduling",), "--no-async-scheduling"),
     ],
 )
 def test_what_the_operator_gives_is_not_given_again(given: tuple[str, ...], left_out: str) -> None:
     found = derived_args(engine(*given), SIZE)
     assert left_out not in found
-    assert len([arg for arg in found if arg.startswith("--")]) == 2
+    assert len([arg for arg in found if arg.startswith("--")]) == 3
 
 
 def test_vllms_own_variable_for_the_size_counts() -> None:

@@ -29,6 +29,14 @@ def test_a_device_is_lent_by_production_or_by_a_trainer_not_by_both() -> None:
         validate(NodeConfig, {**table, "borrowed": True, "serving": {}})
 
 
+@pytest.mark.parametrize("option", ["--async-scheduling", "--async_scheduling"])
+def test_steps_that_begin_before_the_last_has_ended_are_refused_beside_production_only(option: str) -> None:
+    table = {"dir": "/run/rose/a", "engine": {"model": "m", "max_model_len": 512, "args": [option]}}
+    assert validate(NodeConfig, table).engine.args == (option,)
+    with pytest.raises(ConfigError, match="engine.args has --async-scheduling"):
+        validate(NodeConfig, {**table, "serving": {}})
+
+
 def test_a_file_that_says_no_mode_lends_nothing_of_production() -> None:
     table = {"node_id": "a", "dir": "/run/rose/a", "engine": {"model": "m", "max_model_len": 512}}
     assert validate(NodeConfig, {**table, "serving": {}}).mode == "observe"
