@@ -83,7 +83,8 @@ class DemoConfig(Section):
     """Production and the harvested engine; None = the first core that we may use."""
     other_core: int | None = None
     """Everything else; None = the second."""
-    start_timeout_s: float = Field(default=240.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Of one program.  On two slow cores the harvested engine, which gets what production leaves, takes 214 s."""
     train_timeout_s: float = Field(default=900.0, gt=0)
     keep_run_directory: bool = False
     traffic: TrafficSettings = TrafficSettings()

@@ -33,7 +33,7 @@ def test_a_device_is_lent_by_production_or_by_a_trainer_not_by_both() -> None:
 def test_steps_that_begin_before_the_last_has_ended_are_refused_beside_production_only(option: str) -> None:
     table = {"dir": "/run/rose/a", "engine": {"model": "m", "max_model_len": 512, "args": [option]}}
     assert validate(NodeConfig, table).engine.args == (option,)
-    with pytest.raises(ConfigError, match="engine.args has --async-scheduling"):
+    with pytest.raises(ConfigError, match=r"engine\.args has --async-scheduling"):
         validate(NodeConfig, {**table, "serving": {}})
 
 
