@@ -26,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,10 @@ CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
 rest lets a run that had to pass over damaged checkpoints still name what it used."""
 
-WRITE_TIMEOUT = timedelta(hours=1)
-"""Of a rank for the slowest to write its part, in the background."""
+WRITE_TIMEOUT = timedelta(hours=6)
+"""Of a rank that waits for a checkpoint: for the slowest to write its part, or for the first to hash all of them.  That of a step is minutes, which a
+large model outlasts: masters and moments of 70B weights are 840 GB, at 100 MB/s more than two hours to write and as long to hash.  A rank that dies
+meanwhile is noticed at once, by its connection; only one that hangs, or whose host is lost without a word, is waited for."""
 
 _STAGING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})\.(\d+)")
@@ -88,23 +91,22 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    place = _Place(checkpoint, directory, keep)
+    place, group = _Place(checkpoint, directory, keep), _write_group()
     with place.written():
-        _on_first_rank(place.prepare)
-        _write_tensors(_tensors_of(checkpoint), place.staging)
-        _on_first_rank(place.finish)
+        _on_first_rank(place.prepare, group)
+        _write_tensors(_tensors_of(checkpoint), place.staging, group)
+        _on_first_rank(place.finish, group)
     return place.target
 
 
 class BackgroundWriter:
     """Writes checkpoints while training goes on, one at a time.
 
-    :meth:`begin` copies what this rank holds into host memory; a thread of each rank writes that, with collectives of a group of their own, and the
+    :meth:`begin` copies what this rank holds into host memory; a thread of each rank writes that, with collectives of a group that no step uses, and the
     first rank's then makes it a checkpoint.  Killed in the middle, it leaves what a torn :func:`save` leaves.
     """
 
     def __init__(self) -> None:
-        self._group: Any = None
         self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._begun: Future[None] | None = None
 
@@ -117,18 +119,15 @@ class BackgroundWriter:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
-        if self._group is None and _is_distributed():
-            # Collectives of two threads in one group would be taken for each other's.
-            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
-        place = _Place(checkpoint, directory, keep)
+        place, group = _Place(checkpoint, directory, keep), _write_group()
         with place.written():
-            _on_first_rank(place.prepare)
+            _on_first_rank(place.prepare, group)
         # The library's own thread warns, at some later time: that a trainer of one process has no group is no news.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         writing: Any = async_save(
             _tensors_of(checkpoint),
             storage_writer=_writer(place.staging),
-            process_group=self._group,
+            process_group=group,
             no_dist=not _is_distributed(),
         )
         self._begun = self._finisher.submit(_completed, place, writing)
@@ -332,13 +331,18 @@ def read_into(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             raise TrainError(f"tensor {name} is not finite", field="checkpoint")
 
 
-def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
     try:
         with _alone_without_warning():
-            save_tensors(dict(tensors), storage_writer=_writer(folder), no_dist=not _is_distributed())
+            save_tensors(
+                dict(tensors),
+                storage_writer=_writer(folder),
+                process_group=group,
+                no_dist=not _is_distributed(),
+            )
     except CheckpointException as error:
         raise OSError(_first_of(error)) from error
 
@@ -371,8 +375,23 @@ def _rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def _on_first_rank(work: Callable[[], None]) -> None:
-    """Rank 0 works, the others wait for it; its failure is everybody's."""
+def _write_group() -> Any:
+    """The ranks once more, with :data:`WRITE_TIMEOUT`; all ranks.  None of a trainer of one process.
+
+    Apart from the steps' collectives also because those of two threads in one group would be taken for each other's.  Writing has one at a
+    time: what goes on in the background has ended on a rank before it begins with another checkpoint.
+    """
+    return _group_beside(dist.group.WORLD) if _is_distributed() else None
+
+
+@lru_cache(maxsize=1)
+def _group_beside(world: Any) -> Any:
+    """``world``: whose ranks they are; another has another group."""
+    return dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+
+
+def _on_first_rank(work: Callable[[], None], group: Any) -> None:
+    """Rank 0 works, the others wait for it in ``group``; its failure is everybody's."""
     failure: OSError | None = None
     if _rank() == 0:
         try:
@@ -381,7 +400,7 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             failure = error
     if _is_distributed():
         failed = torch.tensor([failure is not None])
-        dist.broadcast(failed, src=0)
+        dist.broadcast(failed, src=0, group=group)
         if bool(failed) and failure is None:
             failure = OSError("rank 0 could not write")
     if failure is not None:

@@ -222,6 +222,71 @@ def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, se
         rank.communicate("")
 
 
+SLOW_DISK = """
+import os, random, sys
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from rose.train import checkpoint as checkpoints
+rank, how, folder = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo")
+clock = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+dist.all_reduce(torch.ones(3))
+_set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
+slow = {"written": "_writer", "hashed": "_digest", "of the one before": "_digest"}[how]
+work, slow_rank = getattr(checkpoints, slow), int(how == "written")
+def slowly(*arguments):  # for longer than a step may take: as long as a message that nobody sends is waited for
+    global slow_rank
+    if rank == slow_rank:
+        slow_rank = None
+        try:
+            dist.recv(torch.zeros(1), src=1 - rank, group=clock)
+        except RuntimeError:
+            pass
+    return work(*arguments)
+setattr(checkpoints, slow, slowly)
+def at(step):
+    weights = {"w": torch.full((4,), float(step))}
+    state = random.Random(0).getstate()
+    return checkpoints.Checkpoint(step=step, attempt=1, version=step, consumed={}, shuffle_state=state, weights=weights)
+try:
+    if how == "of the one before":
+        writer = checkpoints.BackgroundWriter()
+        writer.begin(at(1), folder)
+        writer.begin(at(2), folder)
+        writer.finish()
+    else:
+        checkpoints.save(at(2), folder)
+    print("done", flush=True)
+except BaseException as error:
+    print(str(error).splitlines()[0], flush=True)
+finally:
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["written", "hashed", "of the one before"])
+def test_a_checkpoint_may_take_longer_than_a_step(tmp_path: Path, how: str) -> None:
+    """One rank writes its part, or the first hashes all of them, for longer than a step's collectives wait."""
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_DISK, how, str(tmp_path)],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate() for rank in ranks]
+    assert [out for out, _ in said] == ["done\n"] * 2, "\n".join(error[-2000:] for _, error in said)
+    newest, passed_over = checkpoints.load_latest(tmp_path)
+    assert newest is not None
+    assert (newest.step, passed_over) == (2, [])
+
+
 @pytest.mark.parametrize(
     "error",
     [
