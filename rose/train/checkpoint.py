@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ WRITE_TIMEOUT = timedelta(hours=6)
 """Of a rank that waits for a checkpoint: for the slowest to write its part, or for the first to hash all of them.  That of a step is minutes, which a
 large model outlasts: masters and moments of 70B weights are 840 GB, at 100 MB/s more than two hours to write and as long to hash.  A rank that dies
 meanwhile is noticed at once, by its connection; only one that hangs, or whose host is lost without a word, is waited for."""
+
+Measure = Literal["held_out", "sampled"]
+"""Whose success: of an evaluation's held-out tasks, or of the episodes that steps were trained on."""
 
 _STAGING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})\.(\d+)")
@@ -190,7 +193,7 @@ class _Place:
         _sync(self._directory)
         best = best_of(self._directory)
         for path in _newest_first(self._directory)[max(1, self._keep) :]:
-            if best is None or path.name != best[0]:
+            if best is None or path.name != best.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
@@ -233,33 +236,55 @@ def name_of(step: int, attempt: int) -> str:
     return f"step-{step:06d}.{attempt}"
 
 
-def note_best(directory: Path, name: str, success: float) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best checkpoint of a run, as ``best.json`` has it."""
+
+    name: str
+    success: float
+    measure: Measure | None
+    """None: of a file that does not say, as earlier versions wrote it."""
+
+
+def note_best(directory: Path, name: str, success: float, measure: Measure) -> None:
     """Keep the checkpoint ``name`` if no other was as good; the one before goes as it becomes old.
+
+    Only like is compared with like: success on held-out tasks takes the place of sampled success, however high, and sampled success never
+    that of success on held-out tasks.  One of which is not known what was measured is compared by its figure alone.
 
     Raises:
         TrainError: The disk refused.
     """
     best = best_of(directory)
-    if (best is not None and best[1] >= success) or not (directory / name).is_dir():
+    if (best is not None and not _is_better(success, measure, best)) or not (directory / name).is_dir():
         return
     staging = directory / f"{_STAGING}best.json"
     try:
-        staging.write_text(json.dumps({"checkpoint": name, "success": success}))
+        staging.write_text(json.dumps({"checkpoint": name, "success": success, "measure": measure}))
         _sync(staging)
         staging.rename(directory / "best.json")
     except OSError as error:
         raise TrainError(f"{directory} cannot be written: {error}", field="checkpoint") from error
 
 
-def best_of(directory: Path) -> tuple[str, float] | None:
-    """Name and success of the best checkpoint; None where none was noted, or it is not there."""
+def _is_better(success: float, measure: Measure, best: Best) -> bool:
+    if best.measure in (None, measure):
+        return success > best.success
+    return measure == "held_out"
+
+
+def best_of(directory: Path) -> Best | None:
+    """The best checkpoint; None where none was noted, or it is not there."""
     try:
         told = json.loads((directory / "best.json").read_text())
         name, success = str(told["checkpoint"]), float(told["success"])
+        measure = told.get("measure")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     known = _NAME.fullmatch(name) is not None and math.isfinite(success)
-    return (name, success) if known and (directory / name).is_dir() else None
+    if not known or measure not in (None, *get_args(Measure)) or not (directory / name).is_dir():
+        return None
+    return Best(name=name, success=success, measure=measure)
 
 
 def load(path: Path) -> Checkpoint:

@@ -30,10 +30,10 @@ def export_of(trainer: Any, directory: Path, target: Path, which: Which) -> str:
 
     best = checkpoints.best_of(directory) if which == "best" else None
     if best is not None:
-        trainer.restore(checkpoints.load(directory / best[0]))
+        trainer.restore(checkpoints.load(directory / best.name))
     trainer.export(target)
     if best is not None:
-        return f"{best[0]}, the best (success {best[1]:.2f})"
+        return f"{best.name}, the best (success {best.success:.2f})"
     none = ": no checkpoint was noted as the best" if which == "best" else ""
     return f"the weights of step {trainer.step_index}, the last{none}"
 
@@ -59,7 +59,7 @@ def export_from(config: TrainConfig, which: Which, target: Path) -> str:
     directory = config.output_dir / "checkpoints"
     best = checkpoints.best_of(directory) if which == "best" else None
     if best is not None:
-        found, words = checkpoints.load(directory / best[0]), f"the best (success {best[1]:.2f})"
+        found, words = checkpoints.load(directory / best.name), f"the best (success {best.success:.2f})"
     elif which == "best":
         fix = "--export last takes the newest"
         raise ConfigError(f"{directory} has none that was noted as the best", field="--export", fix=fix)

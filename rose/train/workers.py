@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rose.auth import Tokens
 from rose.errors import CapacityError, Gone, RoseError, TrainError
@@ -328,16 +328,16 @@ class TrainWorker:
         done, self._written = self._written, []
         success, self._success = self._success, None
         if success is not None:
-            await self._note(*success)
+            await self._note(*success, "sampled")
         await self._acknowledge(done)
 
-    async def _note(self, step: int, success: float) -> None:
+    async def _note(self, step: int, success: float, measure: Literal["held_out", "sampled"]) -> None:
         from rose.train import checkpoint as checkpoints
 
         # Without a checkpoint of these weights there is nothing to keep, which `note_best` sees.
         if self._config.trainer.guard.keep_best:
             name = checkpoints.name_of(step, self._attempt)
-            await asyncio.to_thread(checkpoints.note_best, self._directory, name, success)
+            await asyncio.to_thread(checkpoints.note_best, self._directory, name, success, measure)
 
     def _is_saved_after(self, step: int) -> bool:
         return (step + 1) % self._config.trainer.checkpoint_every == 0 or step + 1 >= self._config.num_steps
@@ -380,9 +380,9 @@ class TrainWorker:
                 await self._give_back()
 
     async def note_success(self, success: float) -> None:
-        """How well the present weights do: the best checkpoint is kept for as long as none is better."""
+        """How well the present weights do on held-out tasks: the best checkpoint is kept for as long as none is better."""
         await self._settle(wait=True)
-        await self._note(self._trainer.step_index, success)
+        await self._note(self._trainer.step_index, success, "held_out")
 
     async def export(self, target: Path, which: Which) -> str:
         """See :func:`rose.train.export.export_of`."""

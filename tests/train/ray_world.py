@@ -286,6 +286,30 @@ class Dull(FrozenLakeFamily):
         return Episode(inner)
 
 
+class ByHeart(FrozenLakeFamily):
+    """FrozenLake in which every training task is solved by the first move, and no held-out one by any."""
+
+    def make(self) -> Any:
+        inner, tasks = super().make(), list(self.tasks())
+        known = False
+
+        class Episode(Wrapper):
+            async def reset(self, task: Any) -> Observation:
+                nonlocal known
+                known = task in tasks
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                await inner.step(text)
+                return Observation(done=True, reward=float(known), success=known)
+
+        return Episode(inner)
+
+
+def by_heart() -> ByHeart:
+    return ByHeart(FrozenLakeParams(num_maps=4))
+
+
 def half_dull() -> Dull:
     return Dull(FrozenLakeParams(num_maps=4))
 

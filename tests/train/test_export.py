@@ -40,7 +40,7 @@ def run_of_three_steps(config: TrainConfig) -> list[dict[str, torch.Tensor]]:
         trainer.step(samples)
         path = config.output_dir / "checkpoints"
         checkpoints.save(trainer.capture(attempt=1, version=step, consumed={}), path)
-        checkpoints.note_best(path, checkpoints.name_of(step, 1), 0.9 if step == 2 else 0.1)
+        checkpoints.note_best(path, checkpoints.name_of(step, 1), 0.9 if step == 2 else 0.1, "sampled")
         trainer.export(config.output_dir / f"after-{step}")
         found.append(load_file(config.output_dir / f"after-{step}" / "model.safetensors"))
     return found

@@ -302,23 +302,57 @@ def test_cut_trajectories_are_left_out_where_asked_for(policy_model: Path) -> No
     assert TorchTrainer(policy_model, BASE).step(batch).num_trained_sequences == 16
 
 
+def best(directory: Path) -> tuple[str, float]:
+    found = checkpoints.best_of(directory)
+    assert found is not None
+    return found.name, found.success
+
+
 def test_the_best_checkpoint_is_kept_beside_the_newest(policy_model: Path, tmp_path: Path) -> None:
     trainer = TorchTrainer(policy_model, BASE)
     captured = trainer.capture(attempt=1, version=0, consumed={})
 
     def save(step: int, success: float) -> None:
         checkpoints.save(replace(captured, step=step), tmp_path, keep=2)
-        checkpoints.note_best(tmp_path, checkpoints.name_of(step, 1), success)
+        checkpoints.note_best(tmp_path, checkpoints.name_of(step, 1), success, "sampled")
 
     for step, success in enumerate([0.1, 0.8, 0.5, 0.8, 0.3, 0.2]):
         save(step, success)
 
-    assert checkpoints.best_of(tmp_path) == ("step-000001.1", 0.8)
+    assert best(tmp_path) == ("step-000001.1", 0.8)
     kept = sorted(path.name for path in tmp_path.glob("step-*"))
     assert kept == ["step-000001.1", "step-000004.1", "step-000005.1"]
     newest, _ = checkpoints.load_latest(tmp_path)
     assert newest is not None
     assert newest.step == 5  # the run goes on from the newest
+
+
+def test_the_best_of_what_was_sampled_gives_way_to_held_out_tasks_and_not_the_other_way_round(
+    tmp_path: Path,
+) -> None:
+    for step, success, measure, of in (
+        (1, 0.9, "sampled", 1),
+        (2, 0.4, "held_out", 2),
+        (3, 0.95, "sampled", 2),
+        (4, 0.3, "held_out", 2),
+        (5, 0.5, "held_out", 5),
+    ):
+        name = checkpoints.name_of(step, 1)
+        (tmp_path / name).mkdir()
+        checkpoints.note_best(tmp_path, name, success, measure)
+        assert best(tmp_path)[0] == checkpoints.name_of(of, 1)
+
+
+@pytest.mark.parametrize("measure", ["sampled", "held_out"])
+def test_a_best_of_before_is_compared_by_its_figure(tmp_path: Path, measure: checkpoints.Measure) -> None:
+    """Its file did not say what was measured; a job that goes on mostly measures the same."""
+    for step in range(3):
+        (tmp_path / checkpoints.name_of(step, 1)).mkdir()
+    (tmp_path / "best.json").write_text('{"checkpoint": "step-000000.1", "success": 0.75}')
+    checkpoints.note_best(tmp_path, "step-000001.1", 0.7, measure)
+    assert best(tmp_path) == ("step-000000.1", 0.75)
+    checkpoints.note_best(tmp_path, "step-000002.1", 0.8, measure)
+    assert best(tmp_path) == ("step-000002.1", 0.8)
 
 
 @pytest.mark.parametrize(

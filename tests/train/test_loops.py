@@ -442,8 +442,18 @@ async def test_the_checkpoint_of_the_best_steps_is_kept(world: World) -> None:
     best = checkpoints.best_of(folder)
     assert best is not None
     kept = {path.name for path in folder.glob("step-*")}
-    assert {best[0], "step-000008.1"} <= kept
+    assert {best.name, "step-000008.1"} <= kept
     assert len(kept) <= 2
+
+
+async def test_success_on_held_out_tasks_is_not_measured_by_that_of_batches(world: World) -> None:
+    """Where they are played at the end alone, and worse than what was sampled."""
+    env = {"kind": "tests.train.ray_world:by_heart"}
+    script, config, _ = await run(world, {}, num_steps=6, env=env, eval={"at_end": True, "num_tasks": 2})
+    assert script.records[-1]["sampled_success_rate"] == 1.0
+    assert script.records[-1]["eval"]["success_rate"] == 0.0
+    noted = json.loads((config.output_dir / "checkpoints" / "best.json").read_text())
+    assert (noted["checkpoint"], noted["success"]) == ("step-000006.1", 0.0)
 
 
 async def test_the_best_checkpoint_is_exported_also_of_a_run_that_is_over(world: World) -> None:
