@@ -39,7 +39,7 @@ from rose.errors import TrainError
 SCHEMA = 2
 CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
-rest lets a run that had to pass over damaged checkpoints still name what it used."""
+rest lets a run that had to pass over damaged checkpoints still name what it used.  Fewer where a step has very many, see :func:`ids_to_keep`."""
 
 WRITE_TIMEOUT = timedelta(hours=6)
 """Of a rank that waits for a checkpoint: for the slowest to write its part, or for the first to hash all of them.  That of a step is minutes, which a
@@ -52,6 +52,9 @@ Measure = Literal["held_out", "sampled"]
 _STAGING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})\.(\d+)")
 _MAX_JSON_BYTES = 64 * 1024 * 1024
+"""Of a state.json that is read.  What would be larger is not written."""
+_FILES_BYTES = 1024 * 1024
+"""Of it for what is known when all is written, names and hashes of the files: enough for ten thousand ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +175,13 @@ class _Place:
         self._described = _described(checkpoint)
 
     def prepare(self) -> None:
+        size = len(json.dumps(self._described)) + _FILES_BYTES
+        if size > _MAX_JSON_BYTES:
+            ids = [len(one) for one in self._described["consumed"].values()]
+            raise OSError(
+                f"state.json would take {size >> 10} KiB, of {_MAX_JSON_BYTES >> 10} that are read again: it names the {sum(ids)} trajectories "
+                f"of {len(ids)} steps (fewer with a lower trainer.checkpoint_every)"
+            )
         self._directory.mkdir(parents=True, exist_ok=True)
         # Of a writer that was killed: one model in size each.
         for torn in self._directory.glob(f"{_STAGING}*"):
@@ -229,6 +239,25 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "rate_factor": checkpoint.rate_factor,
         "base": checkpoint.base,
     }
+
+
+def ids_to_keep(
+    consumed: Mapping[int, tuple[str, ...]], step: int, num_needed: int
+) -> dict[int, tuple[str, ...]]:
+    """Of ``consumed`` what a checkpoint of ``step`` is told: the last :data:`CONSUMED_STEPS` steps, or as many of them as half of a state.json has
+    room for.
+
+    Args:
+        num_needed: Of the newest steps, which a resume has to name: these are kept in any case.
+    """
+    kept: dict[int, tuple[str, ...]] = {}
+    size = 0
+    for one in sorted((one for one in consumed if one >= step - CONSUMED_STEPS), reverse=True):
+        size += len(json.dumps(consumed[one]))
+        if len(kept) >= num_needed and size > _MAX_JSON_BYTES // 2:
+            break
+        kept[one] = consumed[one]
+    return {one: kept[one] for one in sorted(kept)}
 
 
 def name_of(step: int, attempt: int) -> str:

@@ -532,13 +532,17 @@ class TrainWorker:
             self._unacknowledged = []
             await self._save()
         self._num_leases += 1  # what is open under the last name goes back with the others
-        settings = self._config.trainer
-        unacknowledged = settings.checkpoint_every * (1 + settings.background_checkpoints)
-        newest = sorted(self._consumed)[-(RESUMED_STEPS + unacknowledged) :]
+        newest = sorted(self._consumed)[-self._num_resumed :]
         consumed = [name for step in newest for name in self._consumed[step]]
         await self._client.resume(
             job=self._config.job, attempt=self._attempt, consumed=consumed, run=self._run
         )
+
+    @property
+    def _num_resumed(self) -> int:
+        """Steps whose ids a resume names."""
+        settings = self._config.trainer
+        return RESUMED_STEPS + settings.checkpoint_every * (1 + settings.background_checkpoints)
 
     async def close(self) -> None:
         if self._writing is not None:
@@ -553,9 +557,7 @@ class TrainWorker:
         from rose.train import checkpoint as checkpoints
 
         step = self._trainer.step_index
-        self._consumed = {
-            one: ids for one, ids in self._consumed.items() if one >= step - checkpoints.CONSUMED_STEPS
-        }
+        self._consumed = checkpoints.ids_to_keep(self._consumed, step, self._num_resumed)
         return {
             "attempt": self._attempt,
             "version": step,

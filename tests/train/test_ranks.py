@@ -234,7 +234,9 @@ dist.init_process_group("gloo")
 clock = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
 dist.all_reduce(torch.ones(3))
 _set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
-slow = {"written": "_writer", "hashed": "_digest", "of the one before": "_digest"}[how]
+slow = "_writer" if how == "written" else "_digest"
+if how == "refused":
+    checkpoints._MAX_JSON_BYTES = 1000
 work, slow_rank = getattr(checkpoints, slow), int(how == "written")
 def slowly(*arguments):  # for longer than a step may take: as long as a message that nobody sends is waited for
     global slow_rank
@@ -266,25 +268,34 @@ finally:
 """
 
 
-@pytest.mark.parametrize("how", ["written", "hashed", "of the one before"])
-def test_a_checkpoint_may_take_longer_than_a_step(tmp_path: Path, how: str) -> None:
-    """One rank writes its part, or the first hashes all of them, for longer than a step's collectives wait."""
+def what_ranks_say(folder: Path, how: str) -> list[str]:
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SLOW_DISK, how, str(tmp_path)],
+            [sys.executable, "-c", SLOW_DISK, how, str(folder)],
             env=env | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    said = [rank.communicate() for rank in ranks]
-    assert [out for out, _ in said] == ["done\n"] * 2, "\n".join(error[-2000:] for _, error in said)
+    return [rank.communicate()[0] for rank in ranks]
+
+
+@pytest.mark.parametrize("how", ["written", "hashed", "of the one before"])
+def test_a_checkpoint_may_take_longer_than_a_step(tmp_path: Path, how: str) -> None:
+    """One rank writes its part, or the first hashes all of them, for longer than a step's collectives wait."""
+    assert what_ranks_say(tmp_path, how) == ["done\n"] * 2
     newest, passed_over = checkpoints.load_latest(tmp_path)
     assert newest is not None
     assert (newest.step, passed_over) == (2, [])
+
+
+def test_a_checkpoint_that_could_not_be_read_again_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, other = what_ranks_say(tmp_path, "refused")
+    assert "state.json would take" in first
+    assert "rank 0 could not write" in other
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rose.train.loss import LossParams
 from rose.train.model import Dtype
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
+from rose.train.workers import TrainWorker
 from tests.train.traces import random_batch
 
 
@@ -231,6 +232,46 @@ def test_consumed_ids_are_kept_for_a_bounded_number_of_steps(trainer: TorchTrain
     captured = trainer.capture(attempt=1, version=100, consumed=consumed)
     path = checkpoints.save(replace(captured, version=100, step=100), tmp_path)
     assert sorted(checkpoints.load(path).consumed) == list(range(36, 100))
+
+
+def test_a_checkpoint_whose_description_could_not_be_read_again_is_not_written(
+    trainer: TorchTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_MAX_JSON_BYTES", 2 << 20)
+    captured = trainer.capture(attempt=1, version=0, consumed={})
+    checkpoints.save(captured, tmp_path)
+    consumed = {0: tuple(f"t-{number:020x}" for number in range(80_000))}
+    with pytest.raises(
+        TrainError, match=r"step-000001\.1 cannot be written: state\.json .* 80000 traj"
+    ) as caught:
+        checkpoints.save(replace(captured, step=1, consumed=consumed), tmp_path)
+    assert caught.value.field == "checkpoint"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.1"]
+
+
+async def test_ids_of_older_steps_give_way_where_a_step_has_very_many(
+    trainer: TorchTrainer, policy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those that a resume has to name."""
+    monkeypatch.setattr(checkpoints, "_MAX_JSON_BYTES", 4 << 20)
+    table = {
+        "model": policy_model,
+        "output_dir": tmp_path,
+        "weights": {"directory": tmp_path / "store"},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 4, "background_checkpoints": True},
+    }
+    worker = TrainWorker(TrainConfig.model_validate(table), Tokens.generate())
+    worker._trainer, trainer._step_index = trainer, 64
+    for num_ids, least, most in ((2_000, 12, 63), (8_000, 12, 12)):
+        worker._consumed = {
+            step: tuple(f"t-{step:010x}{number:010x}" for number in range(num_ids)) for step in range(64)
+        }
+        await worker._save()
+        newest, passed_over = checkpoints.load_latest(tmp_path / "checkpoints")
+        assert newest is not None
+        assert passed_over == []
+        assert list(newest.consumed) == list(range(64 - len(newest.consumed), 64))
+        assert least <= len(newest.consumed) <= most
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
