@@ -68,6 +68,7 @@ class Actors:
         self.mix = TaskMix(
             {name: family.tasks() for name, family in families.items()},
             {task.name: task.weight for task in config.all_tasks},
+            seed=config.seed,
         )
         self.shapes = TaskShapes()
         wanted = config.eval.every_steps or config.eval.at_end

@@ -42,7 +42,7 @@ from rose.train.device_loan import DeviceLoan
 from rose.train.evaluation import Recent
 from rose.train.logs import open_logs
 from rose.train.metrics import records_of
-from rose.train.plan import GroupPlan, plan_groups, split_plans
+from rose.train.plan import GroupPlan, TaskOrder, plan_groups, split_plans
 from rose.train.rollout import RolloutReport
 from rose.train.tail_rounds import TailRounds
 from rose.train.train_config import TrainConfig
@@ -130,6 +130,8 @@ async def _steps(
     evaluation: _Evaluation | None = None
 
     tail = TailRounds(config.rollout, actors.mix) if config.rollout.tail_batching.extra_groups else None
+    order = TaskOrder(config.rollout.num_groups)
+    order.go_on(records_of(config.output_dir / "metrics.jsonl"))
     recent = Recent(config.eval.average_over)
     for earlier in records_of(config.output_dir / "metrics.jsonl"):
         if "eval" in earlier:
@@ -165,7 +167,9 @@ async def _steps(
                     started_s = time.monotonic()
                     async with _watched(actors, progress, watch_s):
                         if async_loop is None:
-                            record = await _synchronous_step(config, actors, loan, end_evaluation, tail)
+                            record = await _synchronous_step(
+                                config, actors, loan, end_evaluation, order, tail
+                            )
                         else:
                             record = await async_loop.step()
                 except ActorDied as death:
@@ -239,6 +243,7 @@ async def _synchronous_step(
     actors: Actors,
     loan: DeviceLoan,
     end_evaluation: Callable[[], Awaitable[None]],
+    order: TaskOrder,
     tail: TailRounds | None,
 ) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
@@ -259,7 +264,7 @@ async def _synchronous_step(
                 waiting=waiting,
                 mix=actors.mix,
                 step=actors.step,
-                first_task=actors.step * config.rollout.num_groups,
+                first_task=None if round_index else order.begin(actors.step, waiting),
                 attempt=actors.attempt,
                 num_groups=wanted,
                 group_size=config.rollout.group_size,
@@ -293,6 +298,8 @@ async def _synchronous_step(
             if tail is not None:
                 told = tail.end(group_ids, record["sampled_mean"], record["num_trajectories"])
                 record["tail_batching"] = told
+            else:
+                record["next_task"] = order.first(record["step"] + 1)
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
             if config.lend.node_dir is not None:
                 rollout["lent_s"] = loan.lent_s - lent_before_s

@@ -2,7 +2,10 @@
 
 A job may train on several tasks, mixed by weight.  :class:`TaskMix` gives group number ``i`` of the run its task: always the one
 that is furthest behind its share, and of that task the next, in order.  So every stretch of groups is mixed as the weights say
-(no task is ever a whole group behind or ahead), a restart goes on where the run was, and nothing is drawn.
+(no task is ever a whole group behind or ahead), and a restart goes on where the run was.
+
+Groups that a step begins because others came to nothing are not of that order, or they would take the turns of what comes next: their tasks are
+drawn by weight, from the job's seed and the group's place in its step.
 
 :class:`TaskShapes` remembers, per task, how many new prompt tokens come with each sampled one: agentic tasks read far more than
 they write, and the scheduler places turns better when it knows how much.
@@ -12,6 +15,7 @@ Pure.
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +31,17 @@ class TaskMix:
     """Args:
     tasks: Per name, in the order in which they are walked through; none empty.
     weights: Per name, positive; 1 where there is none.
+    seed: Of what :meth:`drawn` says.
     """
 
     def __init__(
-        self, tasks: Mapping[str, Sequence[Task]], weights: Mapping[str, float] | None = None
+        self,
+        tasks: Mapping[str, Sequence[Task]],
+        weights: Mapping[str, float] | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
+        self._seed = seed
         self._tasks = tasks
         self._names = list(tasks)
         given = [float((weights or {}).get(name, 1.0)) for name in self._names]
@@ -55,6 +65,12 @@ class TaskMix:
             self._counts[which] += 1
         name = self._names[names[index]]
         return name, self._tasks[name][numbers[index] % len(self._tasks[name])]
+
+    def drawn(self, step: int, index: int) -> tuple[str, Task]:
+        """Name and task of group ``index`` of ``step`` where it is of no place in the order; the same whenever it is asked for."""
+        draw = random.Random(f"{self._seed}/{step}/{index}")
+        name = draw.choices(self._names, self._shares)[0]
+        return name, draw.choice(self._tasks[name])
 
 
 @dataclass(slots=True)

@@ -8,8 +8,9 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rose.train.envs.base import Task
 from rose.train.mix import TaskMix
@@ -47,7 +48,7 @@ def plan_groups(
     waiting: Sequence[GroupState],
     mix: TaskMix,
     step: int,
-    first_task: int,
+    first_task: int | None,
     attempt: int,
     num_groups: int,
     group_size: int,
@@ -60,7 +61,7 @@ def plan_groups(
     Args:
         waiting: Groups that no trainer has taken, complete or not.
         mix: The tasks of the job; steps walk through them in order.
-        first_task: Where in ``mix`` this step begins.
+        first_task: Where in ``mix`` this step begins.  None: of a refill, whose tasks are drawn beside that order.
         num_groups: Groups wanted now, complete ones among ``waiting`` included.
         first_index: Above the numbers of what this step has launched before (a refill launches new ones).
         ratios: New prompt tokens per sampled one, by task.
@@ -80,7 +81,10 @@ def plan_groups(
     while num_begun < num_groups:
         group_id = f"{attempt}-{step:06d}-{index:04d}"
         if group_id not in names:
-            task_kind, task = mix.at(first_task + index)
+            if first_task is None:
+                task_kind, task = mix.drawn(step, index)
+            else:
+                task_kind, task = mix.at(first_task + index)
             plans.append(
                 GroupPlan(
                     group_id=group_id,
@@ -95,6 +99,44 @@ def plan_groups(
             num_begun += 1
         index += 1
     return plans
+
+
+class TaskOrder:
+    """Where each step of a synchronous run begins in the order of its tasks.
+
+    A step that takes what a refill has left over begins fewer groups of its own than ``num_groups``; what it does not begin is the next step's.  So the
+    order of all groups but refills is that of a run without refills, and no place in it is left out for ever.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._first = {0: 0}
+        """By step, as far as it is known."""
+
+    def go_on(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Where drivers before have left it.
+
+        Args:
+            records: Of ``metrics.jsonl``.
+        """
+        for record in records:
+            if isinstance(told := record.get("next_task"), int):
+                self._first[record["step"] + 1] = told
+
+    def first(self, step: int) -> int:
+        if step not in self._first:
+            known = max(one for one in self._first if one <= step)
+            self._first[step] = self._first[known] + (step - known) * self._num_groups
+        return self._first[step]
+
+    def begin(self, step: int, waiting: Sequence[GroupState]) -> int:
+        """Where ``step`` begins; ``waiting``: the groups that it finds, of which those that it did not name itself take places of its own."""
+        first = self.first(step)
+        num_others = sum(group.group_id.split("-")[1:2] != [f"{step:06d}"] for group in waiting)
+        # A step that is taken again finds what later ones had begun: that is not begun again.
+        end = max(self._first.get(step + 1, 0), first + max(0, self._num_groups - num_others))
+        self._first[step + 1] = end
+        return first
 
 
 def num_named(plans: Sequence[GroupPlan], *, attempt: int, step: int) -> int:
