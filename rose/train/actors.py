@@ -334,7 +334,8 @@ class Actors:
                 f"episodes of an evaluation pinned to {version} were played by {versions}", field="eval"
             )
         told = told_of(episodes, self.config.eval.pass_at)
-        await answer_of(self._trainer.note_success.remote(told["success_rate"]))
+        if self.config.eval.every_steps:  # one figure, of the last weights, would choose nothing
+            await answer_of(self._trainer.note_success.remote(told["success_rate"]))
         return {"version": version, **told}
 
     async def export(self, target: Path, which: Which) -> str:

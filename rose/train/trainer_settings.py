@@ -80,8 +80,8 @@ class GuardSettings(Section):
     dual_clip: float = Field(default=3.0, ge=0)
     """Bound of the loss of a token of negative advantage whose probability has grown, in multiples of its advantage; above 1.  0 = off."""
     keep_best: bool = True
-    """Keep the checkpoint with the best success beside the newest ones: on held-out tasks where they are played, if only once, else sampled, over five
-    steps.  The two are not compared with each other."""
+    """Keep the checkpoint with the best success beside the newest ones: on held-out tasks where they are played on the way (``eval.every_steps``),
+    else sampled, over five steps.  The two are not compared with each other."""
 
     @model_validator(mode="after")
     def _dual_clip(self) -> Self:

@@ -446,14 +446,25 @@ async def test_the_checkpoint_of_the_best_steps_is_kept(world: World) -> None:
     assert len(kept) <= 2
 
 
-async def test_success_on_held_out_tasks_is_not_measured_by_that_of_batches(world: World) -> None:
-    """Where they are played at the end alone, and worse than what was sampled."""
+@pytest.mark.parametrize(
+    ("played", "best"),
+    [
+        ({"every_steps": 5}, ("step-000005.1", 0.0, "held_out")),
+        ({"at_end": True}, ("step-000005.1", 1.0, "sampled")),  # one figure alone chooses nothing
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_success_on_held_out_tasks_is_not_measured_by_that_of_batches(
+    world: World, played: dict[str, Any], best: tuple[str, float, str]
+) -> None:
+    """Played worse than what was sampled."""
     env = {"kind": "tests.train.ray_world:by_heart"}
-    script, config, _ = await run(world, {}, num_steps=6, env=env, eval={"at_end": True, "num_tasks": 2})
+    script, config, _ = await run(world, {}, num_steps=6, env=env, eval={"num_tasks": 2, **played})
     assert script.records[-1]["sampled_success_rate"] == 1.0
-    assert script.records[-1]["eval"]["success_rate"] == 0.0
+    told = [record["eval"]["success_rate"] for record in script.records if "eval" in record]
+    assert told == [0.0]
     noted = json.loads((config.output_dir / "checkpoints" / "best.json").read_text())
-    assert (noted["checkpoint"], noted["success"]) == ("step-000006.1", 0.0)
+    assert (noted["checkpoint"], noted["success"], noted["measure"]) == best
 
 
 async def test_the_best_checkpoint_is_exported_also_of_a_run_that_is_over(world: World) -> None:
