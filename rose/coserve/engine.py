@@ -100,6 +100,8 @@ class RolloutEngine:
         self.size: EngineSize | None = None
         self._own_ladder: dict[str, Any] | None = None
         self._mps_control: str | None = None
+        self._stop_asked = False
+        """Since the last start began."""
         self._killing = asyncio.Lock()
         self._killed_s: float | None = None
         """When it was killed, until nothing of it is left."""
@@ -171,9 +173,10 @@ class RolloutEngine:
 
         Raises:
             ConfigError: It cannot be started at all: no such program or model, port taken.
-            EngineError: It died or was not ready in time; nothing of it is left.
+            EngineError: It died, was not ready in time, or was stopped meanwhile; nothing of it is left.
         """
         engine = self.config.engine
+        self._stop_asked = False
         self.size = size
         self.restarts.started(time.monotonic())
         self._require()
@@ -186,7 +189,10 @@ class RolloutEngine:
         self._mps_control = await asyncio.to_thread(mps.find_control, self.config)
         if engine.allow_mps and self._mps_control is None:
             logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
-        self._child = child = Child.start(self._spec(await asyncio.to_thread(self.log.begin)))
+        log_path = await asyncio.to_thread(self.log.begin)
+        if self._stop_asked:  # while there was no process that it could have ended
+            raise EngineError("was stopped before it was started", field="rollout engine")
+        self._child = child = Child.start(self._spec(log_path))
         self._hurried = False
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
@@ -458,11 +464,12 @@ class RolloutEngine:
         await self.kill("a failed weight update could not be undone, its weights are of no version")
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End it and everything below it.
+        """End it and everything below it; one that is about to be started is not.
 
         Raises:
             EngineError: Something of it still lives.
         """
+        self._stop_asked = True
         client, self._client = self._client, None  # first: who asks meanwhile is told that it does not run
         if client is not None:
             await client.aclose()

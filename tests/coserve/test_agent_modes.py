@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from rose.coserve.records import Mode
 from rose.errors import ConfigError, RequestError
 from rose.node_client import ControlClient
 from rose.policy.lending_events import ALL_PAGES
-from tests.coserve.conftest import BY_DEFAULT, Device, alive, lent, ready, until
+from tests.coserve.conftest import BY_DEFAULT, Device, alive, control, lent, ready, until
 
 
 async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
@@ -58,6 +60,32 @@ async def test_off_leaves_an_engine_that_runs_and_starts_one_only_where_it_shall
     await lent(device, 0)
     assert agent.engine.running
     assert agent.engine.num_starts == 1
+
+
+async def test_an_engine_that_is_stopped_while_its_start_is_prepared_is_not_started(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no process yet that could be ended."""
+    device.produce()
+    agent = device.agent()
+    preparing, may_go_on, begin = threading.Event(), threading.Event(), agent.engine.log.begin
+
+    def slow() -> Path | None:
+        preparing.set()
+        may_go_on.wait(60.0)
+        return begin()
+
+    monkeypatch.setattr(agent.engine.log, "begin", slow)
+    try:
+        await until(preparing.is_set)
+        async with control(device) as client:
+            await asyncio.to_thread(client.off, 60.0, False)
+    finally:
+        may_go_on.set()
+    await until(lambda: "was stopped before" in caplog.text or agent.engine.state == "ready")
+    assert not device.report_path.exists()
+    await until(lambda: agent.engine.state == "down")
+    assert agent.waits_for() == "an operator stopped it"
 
 
 async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
