@@ -273,12 +273,16 @@ class NodeAgent(Node):
             await asyncio.sleep(AGAIN_S)
 
     async def _while_it_fits(self) -> None:
-        """Until the engine has ended; one that production has outgrown is ended for it."""
+        """Until the engine has ended; one that production has outgrown is ended for it, and one whose operator's stop did not end it."""
         ended = asyncio.ensure_future(self.engine.wait_exit())
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=FITS_EVERY_S)
-                if not ended.done() and (reason := self.outgrown()) is not None:
+                if ended.done():
+                    break
+                if not self.want_engine:
+                    await self.engine.stop()
+                elif (reason := self.outgrown()) is not None:
                     logger.warning("the rollout engine is started anew: %s", reason)
                     await self.engine.stop()
             ended.result()

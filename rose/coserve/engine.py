@@ -102,7 +102,7 @@ class RolloutEngine:
         self._mps_control: str | None = None
         self._stop_asked = False
         """Since the last start began."""
-        self._killing = asyncio.Lock()
+        self._stopping, self._killing = asyncio.Lock(), asyncio.Lock()
         self._killed_s: float | None = None
         """When it was killed, until nothing of it is left."""
         self._hurried = False
@@ -464,7 +464,7 @@ class RolloutEngine:
         await self.kill("a failed weight update could not be undone, its weights are of no version")
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End it and everything below it; one that is about to be started is not.
+        """End it and everything below it; one that is about to be started is not.  A second call waits for the first.
 
         Raises:
             EngineError: Something of it still lives.
@@ -474,15 +474,17 @@ class RolloutEngine:
         if client is not None:
             await client.aclose()
         self.lineage = None
-        if self._child is not None:
-            if self.running:
-                self._begin_dying()
-            await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
-            self._note_exit()
-        self._end_sentinel()
-        await asyncio.to_thread(self.segments.end)
-        if self.state != "failed":
-            self.state = "down"
+        async with self._stopping:
+            if self._child is not None:
+                if self.running:
+                    self._begin_dying()
+                patience_s = self.config.engine.stop_grace_s if grace_s is None else grace_s
+                await self._child.terminate_async(patience_s)
+                self._note_exit()
+            self._end_sentinel()
+            await asyncio.to_thread(self.segments.end)
+            if self.state != "failed":
+                self.state = "down"
 
     def give_up(self) -> None:
         """Started too often: stay down until the window is over or an operator says otherwise."""

@@ -85,6 +85,30 @@ async def test_a_kill_that_takes_two_tries_is_one_kill_with_one_exit(tmp_path: P
     assert (engine.num_kills, len(engine.exits_s)) == (1, 1)
 
 
+async def test_who_stops_an_engine_that_is_being_stopped_waits_for_it(tmp_path: Path) -> None:
+    engine = RolloutEngine(settings(tmp_path))
+    engine._child = child = SlowToStop()  # type: ignore[assignment]
+    await asyncio.gather(engine.stop(), engine.stop(grace_s=0.0))
+    assert (child.num_stops, child.most_at_once) == (2, 1)
+
+
+class SlowToStop:
+    """A process tree that takes some turns of the loop to end."""
+
+    num_stops = num_at_once = most_at_once = 0
+
+    def returncode(self) -> int:
+        return 0
+
+    async def terminate_async(self, grace_s: float) -> None:
+        self.num_stops += 1
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.num_at_once -= 1
+
+
 class SlowToDie:
     """A process tree that is there still when the first kill has no more patience."""
 

@@ -10,9 +10,10 @@ import pytest
 
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode
-from rose.errors import ConfigError, RequestError
+from rose.errors import ConfigError, EngineError, RequestError
 from rose.node_client import ControlClient
 from rose.policy.lending_events import ALL_PAGES
+from rose.proc import Child
 from tests.coserve.conftest import BY_DEFAULT, Device, alive, control, lent, ready, until
 
 
@@ -86,6 +87,26 @@ async def test_an_engine_that_is_stopped_while_its_start_is_prepared_is_not_star
     assert not device.report_path.exists()
     await until(lambda: agent.engine.state == "down")
     assert agent.waits_for() == "an operator stopped it"
+
+
+async def test_an_operators_stop_that_did_not_end_the_engine_is_carried_on(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    terminate, slow = Child.terminate, [EngineError("processes [7] do not end")]
+
+    def once(child: Child, grace_s: float = 10.0) -> None:
+        if child.spec.name == "rollout engine" and slow:
+            raise slow.pop()
+        terminate(child, grace_s)
+
+    monkeypatch.setattr(Child, "terminate", once)
+    with pytest.raises(EngineError, match="do not end"):
+        await agent.set_engine(False)
+    await until(lambda: agent.engine.state == "down")
+    assert not alive(device.report()["pid"])
 
 
 async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
