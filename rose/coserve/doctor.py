@@ -300,37 +300,28 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _has_cores(command: Command | None) -> bool:
-    """Does one command start several engine cores?"""
-    names = ("--data-parallel-size", "-dp")
-    words = command.args if command is not None else ()
-    external = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
-    return any(word.partition("=")[0] in names for word in words) and not any(
-        word.partition("=")[0] in external for word in words
-    )
+def _num_cores(command: Command) -> int:
+    """How many engine cores it starts that have a directory each below its ``ROSE_DIR``; 1: it has that to itself."""
+    num_cores = "1"
+    for at, word in enumerate(command.args):
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")  # vLLM takes both
+        if name in ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"):
+            return 1
+        if name in ("--data-parallel-size", "-dp"):  # the last one counts
+            num_cores = value if equals else "".join(command.args[at + 1 : at + 2])
+    try:
+        return int(num_cores)
+    except ValueError:  # the engine's own lines say so
+        return 1
 
 
 def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]:
     told = (command.env.get("ROSE_DIR") if command is not None else None) or os.environ.get("ROSE_DIR")
     directory = config.dir if config is not None else Path(told) if told else None
     mine = command.env.get("ROSE_DIR") if command is not None else None
-    one_of_several = config is not None and mine and _has_cores(command) and is_core_dir(config.dir, mine)
-    if (
-        config is not None
-        and mine
-        and not one_of_several
-        and os.path.abspath(mine) != os.path.abspath(config.dir)
-    ):
-        yield Check(
-            level=Level.FAIL,
-            name="node directory",
-            says=f"production's ROSE_DIR is {mine}, dir of node.toml is {config.dir}: neither would see the other",
-            fix=(
-                f'dir = "{core_dir(mine, 0)}" for the first engine core, dp1 for the second, and so on'
-                if _has_cores(command)
-                else "name one directory in both"
-            ),
-        )
+    if config is not None and command is not None and mine:
+        yield from _same_directory(config, mine, _num_cores(command))
     scratch = directory.parent if directory is not None and directory.parent.is_dir() else SHARED_MEMORY
     yield check_kernel(scratch if os.access(scratch, os.W_OK) else SHARED_MEMORY)
     yield check_idle_class()
@@ -367,6 +358,25 @@ def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]
         yield check_scheduler(config.scheduler, tokens)
     if config.weights is not None:
         yield check_relay(config.weights, tokens)
+
+
+def _same_directory(config: NodeConfig, told: str, num_cores: int) -> Iterator[Check]:
+    """Whether the agent is where production is.  ``told``: production's ``ROSE_DIR``."""
+    several = num_cores > 1
+    same = os.path.abspath(told) == os.path.abspath(config.dir)
+    if is_core_dir(config.dir, told, num_cores) if several else same:
+        return
+    below = f", with a directory below for each of its {num_cores} engine cores" if several else ""
+    yield Check(
+        level=Level.FAIL,
+        name="node directory",
+        says=f"production's ROSE_DIR is {told}{below}; dir of node.toml is {config.dir}: neither would see the other",
+        fix=(
+            f'dir = "{core_dir(told, 0)}" for the first engine core, dp1 for the second, and so on'
+            if several
+            else "name one directory in both"
+        ),
+    )
 
 
 def doctor(config_path: Path | None, words: Sequence[str], *, as_json: bool) -> int:

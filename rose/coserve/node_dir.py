@@ -35,11 +35,11 @@ def core_dir(path: Path | str, core: int) -> Path:
     return Path(path) / f"{_CORE}{core}"
 
 
-def is_core_dir(path: Path | str, of: Path | str) -> bool:
-    """Is ``path`` the directory of a core of the server whose ``ROSE_DIR`` is ``of``?"""
+def is_core_dir(path: Path | str, of: Path | str, num_cores: int) -> bool:
+    """Is ``path`` the directory of one of the ``num_cores`` cores of the server whose ``ROSE_DIR`` is ``of``?"""
     own, base = os.path.abspath(path), os.path.abspath(of)
-    name = os.path.basename(own)
-    return os.path.dirname(own) == base and name.startswith(_CORE) and name.removeprefix(_CORE).isdigit()
+    number = os.path.basename(own).removeprefix(_CORE)
+    return number.isdecimal() and int(number) < num_cores and own == str(core_dir(base, int(number)))
 
 
 def core_dirs(path: Path | str) -> list[str]:
