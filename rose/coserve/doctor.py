@@ -57,6 +57,9 @@ PRODUCTION, ROLLOUT = "production engine", "rollout engine"
 ENGINE_S = 600.0
 """The longest that one engine's answer may take; importing vLLM is most of it."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+# Options of env: behind the first its own words go on, the others take the next one.
+_ENV_SPLITS = re.compile(r"-[0iv]*S|--split-string=?")
+_ENV_TAKES_ONE = re.compile(r"-[0iv]*[uCa]|--(unset|chdir|argv0)")
 _SHELL_WRAPPER = re.compile(rb"^'''exec' \"?([^\"\s]+)\"? ", re.M)
 _HEAD_BYTES = 4096
 _LEVELS = {"elastic": Level.OK, "compute-only": Level.WARN, "refused": Level.FAIL}
@@ -116,9 +119,24 @@ def interpreter_of(program: str) -> str:
         return os.fsdecode(wrapped[1])
     if not head.startswith(b"#!"):
         return sys.executable
-    words = os.fsdecode(head[2:].partition(b"\n")[0]).split()
-    found = words[-1] if words else ""
+    found = _shebang_program(os.fsdecode(head[2:].partition(b"\n")[0]).split())
     return found if "python" in Path(found).name else sys.executable
+
+
+def _shebang_program(words: list[str]) -> str:
+    """What a first line of these words starts: its first, or what ``env`` is told to start; "" where that is nothing."""
+    if not words or Path(words[0]).name != "env":
+        return words[0] if words else ""
+    left = words[:0:-1]  # the next is the last
+    while left:
+        word = left.pop()
+        if split := _ENV_SPLITS.match(word):
+            left += [rest] if (rest := word[split.end() :]) else []
+        elif _ENV_TAKES_ONE.fullmatch(word):
+            left[-1:] = []
+        elif not word.startswith("-") and not _ASSIGNMENT.match(word):
+            return word
+    return ""
 
 
 # --------------------------------------------------------------------------- engines
