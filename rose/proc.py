@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -342,13 +343,20 @@ def require_cores(cores: Iterable[int], field_name: str) -> None:
 
 
 def require_free_port(port: int, field_name: str, host: str = "127.0.0.1") -> None:
-    """Raise :class:`ConfigError` if ``port`` is taken, before a child finds out half a minute later."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} is taken: {error.strerror}", field=field_name) from error
+    """Raise :class:`ConfigError` if ``port`` of ``host`` cannot be listened on, before a child finds out half a minute later.
+
+    A name is what it is in IPv4, as for vLLM and others; "": every address.
+    """
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        says = "is taken" if is_taken else f"cannot be listened on at '{host}'"
+        raise ConfigError(f"port {port} {says}: {error.strerror}", field=field_name) from error
 
 
 def free_port(host: str = "127.0.0.1") -> int:

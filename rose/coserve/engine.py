@@ -41,7 +41,7 @@ from rose.proc import Child, ProcSpec, open_log, require_free_port
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
-from rose.wire.hosts import in_url
+from rose.wire.hosts import in_url, to_call
 from rose.wire.http_client import ask, open_client
 
 logger = logging.getLogger("rose.node")
@@ -54,11 +54,6 @@ _NOTE_STARTING_S, _NOTE_READY_S = 0.5, 5.0
 """How often the engine's shared memory is looked at: it makes nearly all of it before it is ready."""
 SENTINEL_AGAIN_S = 30.0
 """A sentinel that ends by itself is not started more often: each start costs a second of a core."""
-
-
-def _called(host: str) -> str:
-    """Where to call what listens on ``host``."""
-    return in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
 
 
 class RolloutEngine:
@@ -75,7 +70,7 @@ class RolloutEngine:
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
-        self.url = f"http://{_called(config.engine.host)}:{config.engine.port}"
+        self.url = f"http://{in_url(to_call(config.engine.host))}:{config.engine.port}"
         self.state = "down"
         self.error = ""
         self.incarnation = ""

@@ -21,7 +21,7 @@ from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
 from rose.policy.lending_events import ALL_PAGES
 from rose.wire.addresses import Addresses
-from rose.wire.hosts import host_name, in_url
+from rose.wire.hosts import host_name, in_url, to_call
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]
@@ -65,7 +65,7 @@ class EngineConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8100, ge=1, le=65535)
     advertise_url: Url | None = None
-    """How rose-scheduler reaches the engine; None = http://host:port."""
+    """How rose-scheduler reaches the engine; None = http://host:port, on the loopback where ``host`` is every address."""
     max_model_len: int = Field(gt=0)
     cores: tuple[int, ...] = ()
     sched: Literal["normal", "batch", "idle"] | None = None
@@ -284,7 +284,7 @@ class NodeConfig(Section):
     @property
     def engine_url(self) -> str:
         """How rose-scheduler reaches the engine."""
-        return self.engine.advertise_url or f"http://{in_url(self.engine.host)}:{self.engine.port}"
+        return self.engine.advertise_url or f"http://{in_url(to_call(self.engine.host))}:{self.engine.port}"
 
     def require_reachable(self) -> None:
         """A scheduler on another host cannot call an engine on this one's loopback, or at no address (0.0.0.0): no turn would ever

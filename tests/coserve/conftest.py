@@ -37,6 +37,11 @@ TOTAL_PAGES = 20
 BY_DEFAULT: dict[str, Any] = {"sched": None}
 """Engine settings: the scheduling class is the agent's choice, beside production the idle one."""
 
+_LOOPBACKS = Path("/proc/net/if_inet6")
+needs_ipv6 = pytest.mark.skipif(
+    not _LOOPBACKS.exists() or " lo\n" not in _LOOPBACKS.read_text(), reason="this machine has no IPv6"
+)
+
 
 async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 240.0) -> None:
     """Other processes have no event to wait for; this looks until they got there."""

@@ -14,7 +14,7 @@ from rose.errors import ConfigError, EngineError, RequestError
 from rose.node_client import ControlClient
 from rose.policy.lending_events import ALL_PAGES
 from rose.proc import Child
-from tests.coserve.conftest import BY_DEFAULT, Device, alive, control, lent, ready, until
+from tests.coserve.conftest import BY_DEFAULT, Device, alive, control, lent, needs_ipv6, ready, until
 
 
 async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
@@ -107,6 +107,14 @@ async def test_an_operators_stop_that_did_not_end_the_engine_is_carried_on(
         await agent.set_engine(False)
     await until(lambda: agent.engine.state == "down")
     assert not alive(device.report()["pid"])
+
+
+@needs_ipv6
+async def test_an_engine_that_listens_on_every_ipv6_address_comes_up(device: Device) -> None:
+    agent = device.agent(serving=None, engine={"host": "::"})
+    await until(lambda: agent.engine.state == "ready" or device.agents[0][1].done())
+    assert agent.engine.url == f"http://[::1]:{agent.config.engine.port}"
+    assert agent.engine.state == "ready", device.agents[0][1]
 
 
 async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from rose.config import validate
+from rose.coserve.engine import RolloutEngine
 from rose.coserve.node_config import NodeConfig
 from rose.errors import ConfigError
 
@@ -94,6 +95,20 @@ def test_an_engine_that_its_scheduler_can_reach_is_not(scheduler: str, engine: d
 )
 def test_an_engines_url_has_brackets_around_an_ipv6_address(host: str, url: str) -> None:
     assert config("http://localhost:8800", host=host).engine_url == url
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8100"),
+        ("", "http://127.0.0.1:8100"),
+        ("::", "http://[::1]:8100"),
+        ("0::0", "http://[::1]:8100"),
+    ],
+)
+def test_an_engine_that_listens_on_every_address_is_called_on_this_hosts_own(host: str, url: str) -> None:
+    settings = config("http://localhost:8800", host=host)
+    assert (settings.engine_url, RolloutEngine(settings).url) == (url, url)
 
 
 @pytest.mark.parametrize(

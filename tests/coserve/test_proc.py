@@ -17,6 +17,7 @@ import pytest
 
 from rose.errors import ConfigError, EngineError
 from rose.proc import Child, ProcSpec, free_port, require_free_port
+from tests.coserve.conftest import needs_ipv6
 
 SLEEPER = "import time; time.sleep(600)"
 # Its grandchild has a session of its own and a parent that ended: out of reach of sessions and groups.
@@ -217,6 +218,35 @@ async def test_waiting_takes_an_url_and_reports_progress() -> None:
     with pytest.raises(ConfigError, match=f"engine.port: port {port} is taken"):
         require_free_port(port, "engine.port")
     await child.terminate_async(0.0)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "0.0.0.0", "", "localhost"),
+        *(pytest.param(host, marks=needs_ipv6) for host in ("::1", "::")),
+    ],
+)
+def test_a_free_port_is_free_and_a_taken_one_taken_on_every_kind_of_address(host: str) -> None:
+    require_free_port(free_port(), "engine.port", host)
+    six = ":" in host
+    with socket.create_server((host, 0), family=socket.AF_INET6 if six else socket.AF_INET) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"engine.port: port {port} is taken"):
+            require_free_port(port, "engine.port", host)
+
+
+@needs_ipv6
+def test_a_port_that_somebody_has_on_the_loopback_is_taken_on_every_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} is taken"):
+            require_free_port(port, "engine.port", "::")
+
+
+def test_an_address_that_is_not_this_hosts_is_not_called_a_taken_port() -> None:
+    with pytest.raises(ConfigError, match=r"port 8100 cannot be .* '192\.0\.2\.1': Cannot assign"):
+        require_free_port(8100, "engine.port", "192.0.2.1")
 
 
 def test_waiting_is_over_at_the_timeout() -> None:
