@@ -6,7 +6,7 @@ What it does, all on one event loop:
 - runs the lending policy (``rose.policy.lending``) every period on what the shared files say, and carries out
   its actions: a new loan is published and woken, a kill is a SIGKILL for the engine's whole tree;
 - keeps the rollout engine running while the mode is on: not before serving is ready, with bounded restarts; mode observe
-  leaves nothing of it, mode off what is there;
+  leaves nothing of it, mode off what is there (``rose.coserve.engine_keeper``);
 - links it to rose-scheduler and to the relay (``rose.coserve.links``);
 - answers ``rose node on|off|set|status`` (``rose.coserve.control``, ``rose.coserve.report``).
 
@@ -35,6 +35,7 @@ from rose.coserve import report
 from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.control import ControlServer
 from rose.coserve.engine import REQUEST_S
+from rose.coserve.engine_keeper import EngineKeeper
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_copies
 from rose.coserve.node import Node
@@ -44,7 +45,7 @@ from rose.coserve.records import Mode
 from rose.coserve.state_file import StateFile, take_over
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
-from rose.errors import ConfigError, LedgerError, RequestError, RoseError
+from rose.errors import LedgerError, RequestError, RoseError
 from rose.lineage import WeightVersion
 from rose.policy.admission import Rule
 from rose.policy.baselines import make_lending
@@ -65,8 +66,6 @@ AGAIN_S = 1.0
 """A job of the agent that broke begins anew after so long."""
 RELEASE_AFTER_S = 5.0
 """How long nobody wants the device before its engine gives its memory back: a scheduler that was restarted has no job for a moment."""
-FITS_EVERY_S = 1.0
-"""How often an engine is compared with what production could lend."""
 
 
 class NodeAgent(Node):
@@ -105,6 +104,13 @@ class NodeAgent(Node):
         self._stop = asyncio.Event()
         self._killing: asyncio.Task[None] | None = None
         self._engine_status: dict[str, Any] = {}
+        self._keeper = EngineKeeper(
+            self.engine,
+            self,
+            is_ordered=lambda: self._order is not None,
+            give_back=lambda: self.wait_given_back(self.policy.reclaim_deadline_s),
+            errors=self.errors,
+        )
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -170,8 +176,8 @@ class NodeAgent(Node):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        jobs = [self._govern, self._keep_engine, self._watch_status, self.engine.watch_segments]
-        jobs += [self._watch_books, self._end_unwanted_engine, control.keep]
+        jobs = [self._govern, self._keeper.keep, self._watch_status, self.engine.watch_segments]
+        jobs += [self._watch_books, self._keeper.end_unwanted, control.keep]
         jobs += [link.run for link in (self.uplink, self.weights, self.latency) if link is not None]
         tasks = [asyncio.create_task(self._outlast(job)) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
@@ -230,87 +236,6 @@ class NodeAgent(Node):
     def stop(self) -> None:
         """Ask :meth:`run` to end."""
         self._stop.set()
-
-    async def _keep_engine(self) -> None:
-        """Start the engine when it may be, and again when it ended."""
-        engine = self.engine
-        while True:
-            if self.waits_for() is not None:
-                await asyncio.sleep(0.1)
-                continue
-            if engine.restarts.exhausted(time.monotonic()):
-                engine.give_up()
-                await asyncio.sleep(0.1)
-                continue
-            first = engine.num_starts == 0
-            try:
-                await engine.start(self.engine_size())
-                await self._while_it_fits()
-            except ConfigError as error:
-                if first and self._order is None:
-                    raise  # wrong from the beginning, and nobody has spoken to us: say so and end
-                # An operator waits for an answer, or it ran before, perhaps under an agent that was killed with its engine, which holds its
-                # port until it is dead: it may pass.
-                engine.error = str(error)
-                logger.error("rollout engine: %s", error)
-            except RoseError as error:
-                logger.error("rollout engine: %s", error)
-            except Exception as error:
-                engine.error = repr(error)
-                logger.exception("rollout engine")
-            await self._end_all_of_it()
-            if self.wants_engine:
-                engine.restarts.ended(time.monotonic())
-
-    async def _end_all_of_it(self) -> None:
-        """Until nothing of the engine is left; one that is slow to die has the device governed meanwhile."""
-        while True:
-            try:
-                return await self.engine.stop(grace_s=0.0)
-            except RoseError as error:
-                self.engine.error = str(error)
-                logger.error("%s", error)
-            await asyncio.sleep(AGAIN_S)
-
-    async def _while_it_fits(self) -> None:
-        """Until the engine has ended; one that production has outgrown is ended for it, and one whose operator's stop did not end it."""
-        ended = asyncio.ensure_future(self.engine.wait_exit())
-        try:
-            while not ended.done():
-                await asyncio.wait({ended}, timeout=FITS_EVERY_S)
-                if ended.done():
-                    break
-                if not self.want_engine:
-                    await self.engine.stop()
-                elif (reason := self.outgrown()) is not None:
-                    logger.warning("the rollout engine is started anew: %s", reason)
-                    await self.engine.stop()
-            ended.result()
-        finally:
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
-
-    async def _end_unwanted_engine(self) -> None:
-        """Mode observe touches nothing of production's device: what runs there gives its memory back, and ends."""
-        while True:
-            await asyncio.sleep(0.1)
-            if self.mode != Mode.OBSERVE or not self.engine.running:
-                continue
-            try:
-                await self.wait_given_back(self.policy.reclaim_deadline_s)
-                if self.mode == Mode.OBSERVE:
-                    await self.engine.stop()
-            except RoseError as error:
-                self.errors["engine"] = str(error)
-                logger.error("%s", error)
-
-    async def set_engine(self, wanted: bool) -> None:
-        """Start or stop the engine process itself, apart from what it may hold."""
-        self.want_engine = wanted
-        if wanted:
-            self.engine.forgive()
-        else:
-            await self.engine.stop()
 
     # -- lending --------------------------------------------------------------------------------------
 
@@ -572,6 +497,14 @@ class NodeAgent(Node):
             self._handle(RlStepStarted(at_s=time.monotonic()))
         logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)
         self._set_mode()
+
+    async def set_engine(self, wanted: bool) -> None:
+        """Start or stop the engine process itself, apart from what it may hold."""
+        self.want_engine = wanted
+        if wanted:
+            self.engine.forgive()
+        else:
+            await self.engine.stop()
 
     def _log_anew(self) -> None:
         """No event says which policy rules: a decision log begins with the books of the one that does."""

@@ -13,6 +13,7 @@ from aiohttp import web
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve import agent as agents
+from rose.coserve import engine_keeper
 from rose.coserve.agent import NodeAgent
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.node_config import NodeConfig
@@ -48,7 +49,7 @@ async def test_a_job_that_breaks_begins_anew_and_one_that_is_refused_ends_the_ag
 async def test_an_engine_that_is_slow_to_die_does_not_end_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "AGAIN_S", 0.0)
+    monkeypatch.setattr(engine_keeper, "AGAIN_S", 0.0)
     agent = NodeAgent(settings(tmp_path), Tokens.generate())
     left, said, gone = [EngineError("processes [7] do not end")], list[str](), asyncio.Event()
 
@@ -66,7 +67,7 @@ async def test_an_engine_that_is_slow_to_die_does_not_end_the_agent(
     monkeypatch.setattr(agent, "engine_size", lambda: None)
     monkeypatch.setattr(agent.engine, "start", start)
     monkeypatch.setattr(agent.engine, "stop", stop)
-    keeping = asyncio.create_task(agent._keep_engine())
+    keeping = asyncio.create_task(agent._keeper.keep())
     waiting = asyncio.create_task(gone.wait())
     await asyncio.wait({keeping, waiting}, return_when=asyncio.FIRST_COMPLETED)
     assert not keeping.done()
