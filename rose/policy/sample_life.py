@@ -104,6 +104,7 @@ class Batch:
     group_ids: tuple[str, ...]
     expires_at_s: float
     ttl_s: float
+    """The longest that it was asked for; when it runs out goes by the last."""
     consumer: str = ""
 
 

@@ -246,7 +246,7 @@ class SampleBook(SampleLife):
                 fix="choose another name",
             )
         if is_leased:
-            known.ttl_s, known.expires_at_s = event.ttl_s, event.at_s + event.ttl_s
+            known.ttl_s, known.expires_at_s = max(known.ttl_s, event.ttl_s), event.at_s + event.ttl_s
             return [
                 Leased(
                     batch_id=event.batch_id,

@@ -33,6 +33,7 @@ from rose.scheduler.records import (
     FormRecord,
     LeaseRecord,
     Record,
+    RenewRecord,
     ResumeRecord,
     ReturnedRecord,
     ReturnRecord,
@@ -142,6 +143,10 @@ class Books:
             with self._reported():
                 journal.compact(self._snapshot())
                 self._compacted()
+        # When each was last asked for is not in the journal: just now, for all that we know.
+        now_s = time.monotonic()
+        for batch in self.book.batches.values():
+            batch.expires_at_s = now_s + batch.ttl_s
         assert journal.claim is not None
         journal.claim.rise_above(self.epoch)
         self._write(EpochRecord(epoch=journal.claim.epoch))
@@ -308,6 +313,11 @@ class Books:
                     )
                 )
                 self._mark_stale(record)
+            case RenewRecord():
+                batch = self.book.batches.get(record.batch_id)
+                if batch is not None:
+                    batch.ttl_s = record.ttl_s
+                return []
             case ExpireRecord():
                 actions = self.book.handle(sp.BatchExpired(batch_id=record.batch_id))
             case ReturnRecord():

@@ -165,6 +165,14 @@ class LeaseRecord(msgspec.Struct, tag="lease", frozen=True, gc=False):
     """Trajectories that were handed out marked."""
 
 
+class RenewRecord(msgspec.Struct, tag="renew", frozen=True, gc=False):
+    """A batch was asked for again, for longer than ever before.  No other renewal is recorded: they are many, and a reader counts
+    from when it takes over."""
+
+    batch_id: str
+    ttl_s: float
+
+
 class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
     batch_id: str
 
@@ -239,6 +247,7 @@ Record = (
     | FinishRecord
     | CancelRecord
     | LeaseRecord
+    | RenewRecord
     | ExpireRecord
     | ReturnRecord
     | UnleasedRecord

@@ -37,6 +37,7 @@ from rose.scheduler.records import (
     FinishRecord,
     FormRecord,
     LeaseRecord,
+    RenewRecord,
     ResumeRecord,
     ReturnRecord,
     ScoreRecord,
@@ -332,7 +333,7 @@ class TrajectoryStore(Books):
         name: str = "",
         consumer: str = "",
     ) -> tuple[sp.Leased | None, list[sp.Action]]:
-        """A batch, or None where too few groups wait.  The same ``name`` again gives the same batch."""
+        """A batch, or None where too few groups wait.  The same ``name`` again gives the same batch, for another ``ttl_s``."""
         batch_id = name or f"b-{secrets.token_hex(10)}"
         event = sp.BatchAsked(
             at_s=time.monotonic(),
@@ -348,6 +349,8 @@ class TrajectoryStore(Books):
         # Which groups are stale depends on the book alone, so deciding first and recording the decision
         # is safe: nothing is visible before the record is written, and a failed write undoes nothing
         # that was promised (the lease then expires).
+        known = self.book.batches.get(batch_id)
+        longest_s = 0.0 if known is None else known.ttl_s
         actions = self.book.handle(event)
         leased = next((action for action in actions if isinstance(action, sp.Leased)), None)
         dropped = self._stale_groups(actions)
@@ -363,6 +366,8 @@ class TrajectoryStore(Books):
             )
             self.journal.append(record)
             self._mark_stale(record)
+        elif leased is not None and ttl_s > longest_s:
+            self.journal.append(RenewRecord(batch_id=batch_id, ttl_s=ttl_s))
         self._note_ahead(job, version, actions)
         self._after(actions)
         return leased, actions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,9 @@ def test_a_journal_brought_to_another_folder_goes_on_above_its_epoch(tmp_path: P
     assert store_of(Journal(tmp_path / "b")).epoch == 5
 
 
-def store_of(journal: Journal) -> TrajectoryStore:
+def store_of(journal: Journal, compact_bytes: int = 2**30) -> TrajectoryStore:
     return TrajectoryStore(
-        journal, sp.SampleParams(), max_trajectories=100, retained_finals=100, compact_bytes=2**30
+        journal, sp.SampleParams(), max_trajectories=100, retained_finals=100, compact_bytes=compact_bytes
     )
 
 
@@ -234,6 +235,44 @@ def test_the_books_of_a_stand_by_are_those_of_the_active_one(tmp_path: Path, is_
     again = store_of(Journal(tmp_path))
     assert picture(again)[0] == picture(follower)[0]
     again.journal.close()
+
+
+def test_a_lease_that_was_renewed_is_not_given_back_by_the_one_who_takes_over(tmp_path: Path) -> None:
+    live = store_of(Journal(tmp_path))
+    name = live.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    live.finish(FinishRecord(id=name, reward=1.0))
+    live.lease(job="j", num_groups=1, version=(1, 0), ttl_s=60, name="b")
+    follower = store_of(Journal(tmp_path, follows=True))
+    live.lease(job="j", num_groups=1, version=(1, 0), ttl_s=60, name="b")
+    live.journal.close()
+    follower.journal.take_over(taken(tmp_path))
+    at_s = time.monotonic()
+    follower.begin()
+    assert follower.expire(at_s + 60 - 1e-9) == []
+    assert list(follower.book.batches) == ["b"]
+    follower.journal.close()
+
+
+@pytest.mark.parametrize("compact_bytes", [1, 2**30], ids=["compacted", "as written"])
+def test_a_lease_is_held_as_long_as_the_longest_ttl_that_it_was_asked_with(
+    tmp_path: Path, compact_bytes: int
+) -> None:
+    live = store_of(Journal(tmp_path))
+    name = live.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    live.finish(FinishRecord(id=name, reward=1.0))
+    sizes: list[int] = []
+    for ttl_s in (60, 600, 600, 60, 600, 599):
+        live.lease(job="j", num_groups=1, version=(1, 0), ttl_s=ttl_s, name="b")
+        sizes.append(live.journal.size_bytes)
+    assert sizes[0] < sizes[1]
+    assert len(set(sizes[1:])) == 1, "a renewal that says nothing new is in the journal"
+    live.journal.close()
+    for _ in range(2):
+        at_s = time.monotonic()
+        again = store_of(Journal(tmp_path), compact_bytes)
+        assert again.expire(at_s + 600 - 1e-9) == []
+        assert list(again.book.batches) == ["b"]
+        again.journal.close()
 
 
 async def test_one_that_was_taken_over_from_promises_nothing_when_asked_again(tmp_path: Path) -> None:
