@@ -204,6 +204,10 @@ class Books:
         self._waiting.move_to_end((job, group_id))
 
     def _mark_stale(self, record: LeaseRecord) -> None:
+        """As this lease has it: with another version or bound an earlier one may have marked others."""
+        for group_id in record.group_ids:
+            for name in self.book.groups[record.job, group_id].members:
+                self.trajectories[name].stale = False
         for name in record.stale_ids:
             self.trajectories[name].stale = True
 

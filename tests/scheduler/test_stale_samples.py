@@ -1,0 +1,63 @@
+"""What is too old for a trainer: told from a trajectory's turns, the same now and when the journal is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rose.scheduler.journal import Journal
+from rose.scheduler.records import FinishRecord, TurnRecord
+from rose.scheduler.store import TrajectoryStore, sp
+from tests.scheduler.test_restart import turn_of
+
+
+def store_of(folder: Path, **params: object) -> TrajectoryStore:
+    return TrajectoryStore(
+        Journal(folder),
+        sp.SampleParams(**params),  # type: ignore[arg-type]
+        max_trajectories=100,
+        retained_finals=100,
+        compact_bytes=2**30,
+    )
+
+
+def turn_over(name: str, *versions: str) -> TurnRecord:
+    """A first turn with a token of each of ``versions``."""
+    count = len(versions)
+    return msgspec.structs.replace(
+        turn_of(name, versions[0]),
+        token_ids=b"\2\0\0\0" * count,
+        logprobs=b"\0" * 8 * count,
+        versions=[(version, at, 1) for at, version in enumerate(versions)],
+    )
+
+
+def begun(store: TrajectoryStore) -> str:
+    return store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+
+
+def played(store: TrajectoryStore, *versions: str) -> str:
+    name = begun(store)
+    store.add_turn(turn_over(name, *versions))
+    store.finish(FinishRecord(id=name, reward=1.0))
+    return name
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["now", "from the journal"])
+def test_a_mark_is_of_the_lease_that_set_it(tmp_path: Path, is_restarted: bool) -> None:
+    store = store_of(tmp_path, alpha=0, on_stale="mask")
+    name = played(store, "1.0")
+    leased, _ = store.lease(job="j", num_groups=1, version=(1, 2), ttl_s=60, name="strict")
+    assert leased is not None
+    assert store.get(name).stale
+    store.give_back("strict")
+    leased, _ = store.lease(job="j", num_groups=1, version=(1, 2), ttl_s=60, name="wide", alpha=2)
+    assert leased is not None
+    assert leased.stale_ids == ()
+    if is_restarted:
+        store.journal.close()
+        store = store_of(tmp_path, alpha=0, on_stale="mask")
+    assert not store.get(name).stale
+    store.journal.close()
