@@ -23,10 +23,11 @@ class TrajectoryCreated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnAdded:
-    """A running trajectory has one more turn.  ``oldest``, ``num_tokens`` (sampled) and ``runs`` are of all its turns."""
+    """A running trajectory has one more turn.  ``versions``, ``num_tokens`` (sampled) and ``runs`` are of all its turns."""
 
     trajectory_id: str
-    oldest: Version | None
+    versions: tuple[Version, ...]
+    """Of its sampled tokens: as :func:`~rose.policy.staleness.ends` has them."""
     num_tokens: int
     runs: tuple[str, ...] = ()
     """Whose weights sampled them, where an engine said."""
@@ -34,11 +35,11 @@ class TurnAdded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryFinished:
-    """``oldest`` is the oldest version among its sampled tokens; None when it has none.  ``filter_equal`` as
-    the job's was when it finished: a replay must not depend on today's settings."""
+    """``versions`` as with :class:`TurnAdded`.  ``filter_equal`` as the job's was when it finished: a replay must not depend on
+    today's settings."""
 
     trajectory_id: str
-    oldest: Version | None
+    versions: tuple[Version, ...]
     reward: float = 0.0
     filter_equal: bool = False
 
@@ -61,7 +62,7 @@ class GroupForsaken:
 class VersionPublished:
     """A trainer asks for no batch of its job at an older version any more.
 
-    ``live``: of trajectories with a turn under way, a version that their oldest token is surely not newer than.
+    ``live``: of trajectories with a turn under way, a version whose step their oldest token is surely not above.
     """
 
     job: str

@@ -76,7 +76,8 @@ class Sample:
     job: str
     group_id: str
     state: SampleState = SampleState.RUNNING
-    oldest: Version | None = None
+    versions: tuple[Version, ...] = ()
+    """Of its tokens: the ends of each attempt's (:func:`~rose.policy.staleness.ends`)."""
     floor: Version | None = None
     num_tokens: int = 0
     runs: tuple[str, ...] = ()
@@ -184,13 +185,12 @@ class SampleLife:
         sample = self.samples.get(event.trajectory_id)
         if sample is None:
             return []
-        sample.oldest, sample.num_tokens, sample.runs = event.oldest, event.num_tokens, event.runs
+        sample.versions, sample.num_tokens, sample.runs = event.versions, event.num_tokens, event.runs
         bound = self.bounds.get(sample.job)
         if (
             bound is None
-            or event.oldest is None
             or sample.state is not SampleState.RUNNING
-            or not is_spent(bound[0], event.oldest, bound[1])
+            or not any(is_spent(bound[0], version, bound[1]) for version in event.versions)
         ):
             return []
         return [self._drop_stale(sample.job, [sample.group_id])]
@@ -198,7 +198,7 @@ class SampleLife:
     def _finish(self, event: TrajectoryFinished) -> list[Action]:
         sample = self._running(event.trajectory_id)
         self._move(sample, SampleState.FINISHED)
-        sample.oldest, sample.reward = event.oldest, event.reward
+        sample.versions, sample.reward = event.versions, event.reward
         self.discards.ended(sample.job, sample.num_tokens)
         group = self.groups[(sample.job, sample.group_id)]
         done = [member for member in group.members if self.samples[member].state is SampleState.FINISHED]

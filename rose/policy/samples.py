@@ -15,7 +15,7 @@ method after a restart (a lease is replayed with the names of its groups, so tha
 A job is one run's (``rose.lineage``) from when its trainer has named it: no batch has a group from then on that weights of another run
 have sampled.  Such groups are dropped with each version that is published and, whatever happened in between, at the lease.
 
-Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
+Staleness is checked where it counts, at the lease, on the weight versions of a group's tokens, of each attempt of its trainer.
 What happens beyond ``alpha`` versions is the job's ``on_stale``:
 
 - ``cancel`` drops the whole group, as soon as it is known to be too old: when a version is published, or when the turn ends that shows
@@ -184,11 +184,9 @@ class SampleBook(SampleLife):
         return [self._drop_stale(event.job, spent)] if spent else []
 
     def _is_spent(self, group: Group, event: VersionPublished, alpha: int) -> bool:
-        return any(
-            sampled is not None and is_spent(event.version, sampled, alpha)
-            for name in group.members
-            for sampled in (self.samples[name].oldest, event.live.get(name))
-        )
+        sampled = [version for name in group.members for version in self.samples[name].versions]
+        sampled += [event.live[name] for name in group.members if name in event.live]
+        return any(is_spent(event.version, version, alpha) for version in sampled)
 
     def _ask(self, event: BatchAsked) -> list[Action]:
         self._check_unused(event.batch_id)
@@ -347,8 +345,8 @@ class SampleBook(SampleLife):
 
     def _last_step(self, group: Group, alpha: int) -> float:
         """The last version of the trainer that may train on what the group has by now."""
-        bounds = [_oldest_possible(self.samples[name]) for name in group.members]
-        return min((bound[1] + alpha for bound in bounds if bound is not None), default=_NEVER)
+        bounds = [version for name in group.members for version in _at_most(self.samples[name])]
+        return min((version[1] + alpha for version in bounds), default=_NEVER)
 
     def _restore(self, event: BatchRestored) -> list[Action]:
         missing = [
@@ -477,12 +475,8 @@ class SampleBook(SampleLife):
         return [Returned(batch_id=batch.batch_id, job=batch.job, group_ids=batch.group_ids)]
 
     def _stale_members(self, job: str, group_id: str, version: Version, alpha: int) -> list[str]:
-        stale: list[str] = []
-        for member in self.groups[(job, group_id)].members:
-            oldest = self.samples[member].oldest
-            if oldest is not None and worst_lag(version, [oldest]) > alpha:
-                stale.append(member)
-        return stale
+        members = self.groups[(job, group_id)].members
+        return [name for name in members if worst_lag(version, self.samples[name].versions) > alpha]
 
     def check(self) -> None:
         """Assert the invariants of the module docstring, in its order."""
@@ -504,8 +498,8 @@ class SampleBook(SampleLife):
                 assert all(self.samples[member].state is SampleState.FINISHED for member in members)
 
 
-def _oldest_possible(sample: Sample) -> Version | None:
-    """The oldest version that a sample's tokens have, or may yet turn out to have: a first turn that is under way has none."""
-    if sample.oldest is None and sample.state is SampleState.RUNNING:
-        return sample.floor
-    return sample.oldest
+def _at_most(sample: Sample) -> tuple[Version, ...]:
+    """Versions that a sample's tokens have, or may yet turn out to have: a first turn that is under way has none."""
+    if not sample.versions and sample.state is SampleState.RUNNING and sample.floor is not None:
+        return (sample.floor,)
+    return sample.versions

@@ -38,6 +38,19 @@ def is_spent(newest: Version, sampled: Version, alpha: int) -> bool:
     return newest[1] - sampled[1] > alpha
 
 
+def ends(sampled: Iterable[Version]) -> tuple[Version, ...]:
+    """The first and the last step of each attempt in ``sampled``: all that is to be known of them here.
+
+    The first of an attempt is the oldest of it, and which attempt's is the oldest of all depends on the trainer; the last one of an abandoned
+    attempt may be as far away in the other direction.
+    """
+    steps: dict[int, tuple[int, int]] = {}
+    for attempt, step in sampled:
+        first, last = steps.get(attempt, (step, step))
+        steps[attempt] = (min(first, step), max(last, step))
+    return tuple((attempt, step) for attempt in sorted(steps) for step in dict.fromkeys(steps[attempt]))
+
+
 def worst_lag(consuming: Version, sampled: Iterable[Version]) -> int:
     """The lag of the stalest of ``sampled``; 0 when there is none."""
     return max((lag(consuming, version) for version in sampled), default=0)

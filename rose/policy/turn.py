@@ -86,16 +86,17 @@ class Turn:
 
     @property
     def oldest_at_most(self) -> Version | None:
-        """A version that its oldest token is surely not newer than; None while nothing can be said.
+        """A version whose step its oldest token is surely not above; None while nothing can be said.
 
-        Of attempts that are over, the engine has told; of the live one, no token is newer than what had been published when
-        it arrived.
+        Of attempts at an engine that are over, the engine has told; of the live one, no token is newer than what had been published
+        when it arrived, unless its worker had weights of an earlier start of the trainer, which may have got further.
         """
         over = self.attempt_start if self.worker is not None else len(self.token_ids)
         known = [span.version for span in self.spans if span.start < over]
-        if len(self.token_ids) > over and self.attempt_published is not None:
-            known.append(self.attempt_published)
-        return min(known, default=None)
+        newest, sent = self.attempt_published, self.dispatch_version
+        if len(self.token_ids) > over and newest is not None and (sent is None or sent[0] == newest[0]):
+            known.append(newest)
+        return min(known, key=_step, default=None)
 
     def append(self, worker: Worker, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Keep tokens of the live attempt.
@@ -201,6 +202,11 @@ class Turn:
             assert span.num_tokens > 0
             at += span.num_tokens
         assert at == len(self.token_ids)
+
+
+def _step(version: Version) -> int:
+    """Steps are of one schedule, whichever start of the trainer took them (``rose.policy.staleness``)."""
+    return version[1]
 
 
 def _append_span(spans: list[Span], version: Version, count: int) -> None:

@@ -117,13 +117,13 @@ class TurnLife:
         return sorted(self._by_trajectory.get(trajectory_id, ()))
 
     def oldest_live(self, job: str) -> dict[str, Version]:
-        """For each trajectory of the job with a turn under way: its oldest token is of this version or an older one."""
+        """For each trajectory of the job with a turn under way: its oldest token is of this version's step or an earlier one."""
         found: dict[str, Version] = {}
         for turn in self.turns.values():
             version = turn.oldest_at_most if turn.spec.job == job else None
             if version is not None:
                 name = turn.spec.trajectory_id
-                found[name] = min(version, found.get(name, version))
+                found[name] = min(version, found.get(name, version), key=lambda each: each[1])
         return found
 
     # --- from submission to the end ----------------------------------------------------------------

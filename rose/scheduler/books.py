@@ -232,7 +232,7 @@ class Books:
                     return self.book.handle(
                         sp.TurnAdded(
                             trajectory_id=trajectory.id,
-                            oldest=trajectory.oldest,
+                            versions=trajectory.versions,
                             num_tokens=trajectory.num_tokens,
                             runs=trajectory.runs,
                         )
@@ -275,7 +275,7 @@ class Books:
                 actions = self.book.handle(
                     sp.TrajectoryFinished(
                         trajectory_id=record.id,
-                        oldest=trajectory.oldest,
+                        versions=trajectory.versions,
                         reward=record.reward,
                         filter_equal=record.filter_equal,
                     )

@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from rose.lineage import Version, parse_version
+from rose.policy.staleness import ends
 from rose.scheduler import side
 from rose.scheduler.deliveries import Deliveries
 from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, turn_bytes
@@ -39,7 +40,6 @@ class Trajectory:
         "newest",
         "num_bytes",
         "num_tokens",
-        "oldest",
         "parents",
         "runs",
         "score",
@@ -47,6 +47,7 @@ class Trajectory:
         "tips",
         "turn_rewards",
         "turns",
+        "versions",
     )
 
     def __init__(self, created: CreateRecord) -> None:
@@ -76,10 +77,16 @@ class Trajectory:
         """Sampled, in all turns."""
         self.num_bytes = created_bytes(created)
         """Held in memory."""
-        self.oldest: Version | None = None
+        self.versions: tuple[Version, ...] = ()
+        """Of its tokens: the ends of each attempt's (:func:`~rose.policy.staleness.ends`)."""
         self.newest: Version | None = None
         self.runs: tuple[str, ...] = ()
         """Whose weights sampled its turns, where an engine said."""
+
+    @property
+    def oldest(self) -> Version | None:
+        """Of the first attempt of its trainer that sampled a token of it, the oldest."""
+        return self.versions[0] if self.versions else None
 
     @property
     def run(self) -> str:
@@ -112,9 +119,9 @@ class Trajectory:
             run = segment.get("run", "")
             if run and run not in self.runs:
                 self.runs += (run,)
-        for text, _, _ in record.versions:
-            version = parse_version(text)
-            self.oldest = version if self.oldest is None else min(self.oldest, version)
+        sampled = [parse_version(text) for text, _, _ in record.versions]
+        self.versions = ends((*self.versions, *sampled))
+        for version in sampled:
             self.newest = version if self.newest is None else max(self.newest, version)
 
     def is_side(self, record: TurnRecord) -> bool:

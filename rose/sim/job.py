@@ -36,7 +36,7 @@ from rose.policy.samples import (
     TrajectoryCreated,
     TrajectoryFinished,
 )
-from rose.policy.staleness import worst_lag
+from rose.policy.staleness import ends, worst_lag
 from rose.policy.tail_batching import TailBatching
 from rose.sim.cluster import SimCluster
 from rose.sim.events import EventDigest, EventQueue
@@ -82,8 +82,8 @@ class _Group:
     name: str
     running: int
     members: list[str] = field(default_factory=lambda: list[str]())
-    done: list[tuple[str, Version | None, int]] = field(
-        default_factory=lambda: list[tuple[str, Version | None, int]]()
+    done: list[tuple[str, tuple[Version, ...], int]] = field(
+        default_factory=lambda: list[tuple[str, tuple[Version, ...], int]]()
     )
 
 
@@ -94,7 +94,7 @@ class _Trajectory:
     group: _Group
     turn: int = 0
     prompt: int = 0
-    oldest: Version | None = None
+    versions: tuple[Version, ...] = ()
     turn_id: str = ""
     begun: bool = False
     alive: bool = True
@@ -301,9 +301,7 @@ class SimJob:
         if ended.outcome is not te.TurnState.DONE:
             self._drop(trajectory, "failed")
             return
-        for span in ended.result.spans:
-            if trajectory.oldest is None or span.version < trajectory.oldest:
-                trajectory.oldest = span.version
+        trajectory.versions = ends((*trajectory.versions, *(span.version for span in ended.result.spans)))
         script, turn = trajectory.script, trajectory.turn
         trajectory.prompt += script.outputs[turn] + script.observations[turn]
         trajectory.turn = turn + 1
@@ -319,7 +317,7 @@ class SimJob:
         group = trajectory.group
         self._finished_s[trajectory.name] = now_s
         self._tokens[trajectory.name] = trajectory.prompt
-        group.done.append((trajectory.name, trajectory.oldest, trajectory.prompt))
+        group.done.append((trajectory.name, trajectory.versions, trajectory.prompt))
         if len(group.done) == self.config.group_size:
             for surplus in [other for other in self._running.values() if other.group is group]:
                 self.steps[-1].cancelled += 1
@@ -332,10 +330,10 @@ class SimJob:
         del self._groups[group.number]
         differ = rewards_differ(self.config, self.seed, len(self.steps) - 1, group.number)
         kept = True
-        for index, (name, oldest, _) in enumerate(group.done):
+        for index, (name, versions, _) in enumerate(group.done):
             reward = float(differ and index % 2)
             finished = TrajectoryFinished(
-                trajectory_id=name, oldest=oldest, reward=reward, filter_equal=self.params.filter_equal
+                trajectory_id=name, versions=versions, reward=reward, filter_equal=self.params.filter_equal
             )
             for action in self.book.handle(finished):
                 kept = kept and not (isinstance(action, Discard) and action.reason == "filtered")
@@ -409,11 +407,11 @@ class SimJob:
         ids = leased.trajectory_ids
         step.ready_s = now_s
         step.trajectories = len(ids)
-        oldest = [self.book.samples[name].oldest for name in ids]
-        step.lag = worst_lag(self.version, [version for version in oldest if version is not None])
+        sampled = [self.book.samples[name].versions for name in ids]
+        step.lag = max((worst_lag(self.version, versions) for versions in sampled), default=0)
         step.alpha = self._accepted_lag
         if self._adaptive is not None:
-            lags = [worst_lag(self.version, [version]) for version in oldest if version is not None]
+            lags = [worst_lag(self.version, versions) for versions in sampled if versions]
             self._mismatch_kl = config.mismatch_kl * sum(lag**2 for lag in lags) / max(1, len(lags))
         tokens = [self._tokens.pop(name) for name in ids]
         step.tokens = sum(tokens)

@@ -23,7 +23,8 @@ def create(book: sp.SampleBook, name: str, group: str = "g", size: int = 2) -> N
 
 
 def finish(book: sp.SampleBook, name: str, oldest: tuple[int, int] | None = (1, 0)) -> list[sp.Action]:
-    return book.handle(sp.TrajectoryFinished(trajectory_id=name, oldest=oldest))
+    versions = () if oldest is None else (oldest,)
+    return book.handle(sp.TrajectoryFinished(trajectory_id=name, versions=versions))
 
 
 def fill(book: sp.SampleBook, group: str, oldest: tuple[int, int] = (1, 0)) -> None:
@@ -189,7 +190,7 @@ def test_stale_members_are_marked_when_so_configured() -> None:
 
 
 def turn(book: sp.SampleBook, name: str, oldest: tuple[int, int]) -> list[sp.Action]:
-    return book.handle(sp.TurnAdded(trajectory_id=name, oldest=oldest, num_tokens=10))
+    return book.handle(sp.TurnAdded(trajectory_id=name, versions=(oldest,), num_tokens=10))
 
 
 def publish(book: sp.SampleBook, version: tuple[int, int], **fields: object) -> list[sp.Action]:
@@ -199,7 +200,7 @@ def publish(book: sp.SampleBook, version: tuple[int, int], **fields: object) -> 
 def of_run(book: sp.SampleBook, name: str, *runs: str) -> None:
     """A group of one trajectory that these runs' weights sampled, ready."""
     create(book, name, group=name, size=1)
-    book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=10, runs=runs))
+    book.handle(sp.TurnAdded(trajectory_id=name, versions=((1, 0),), num_tokens=10, runs=runs))
     finish(book, name)
 
 
@@ -220,7 +221,7 @@ def test_no_group_of_a_job_that_names_no_run_has_two(book: sp.SampleBook) -> Non
     """Nobody could say whose policy its advantages are of."""
     for name, run in (("one", "run-a"), ("other", "run-b")):
         create(book, name, group="mixed", size=2)
-        book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=10, runs=(run,)))
+        book.handle(sp.TurnAdded(trajectory_id=name, versions=((1, 0),), num_tokens=10, runs=(run,)))
         finish(book, name)
     of_run(book, "whole", "run-b")
 
@@ -246,7 +247,7 @@ def test_a_lease_that_ran_out_is_not_had_again_with_another_run_s_samples(book: 
 @pytest.mark.parametrize("on_stale", sp.STALE_RULES)
 def test_a_version_drops_what_another_run_has_begun(book: sp.SampleBook, on_stale: str) -> None:
     create(book, "theirs")
-    book.handle(sp.TurnAdded(trajectory_id="theirs", oldest=(1, 0), num_tokens=10, runs=("run-b",)))
+    book.handle(sp.TurnAdded(trajectory_id="theirs", versions=((1, 0),), num_tokens=10, runs=("run-b",)))
     book.runs["j"] = "run-a"
 
     assert publish(book, (1, 0), on_stale=on_stale) == gone("theirs")
@@ -324,9 +325,9 @@ def full(
         create(book, f"{group}{index}", group, len(rewards))
     for index, reward in enumerate(rewards):
         name = f"{group}{index}"
-        book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=num_tokens))
+        book.handle(sp.TurnAdded(trajectory_id=name, versions=((1, 0),), num_tokens=num_tokens))
         actions += book.handle(
-            sp.TrajectoryFinished(trajectory_id=name, oldest=(1, 0), reward=reward, **fields)  # type: ignore[arg-type]
+            sp.TrajectoryFinished(trajectory_id=name, versions=((1, 0),), reward=reward, **fields)  # type: ignore[arg-type]
         )
     return actions
 
@@ -375,7 +376,7 @@ def waiting_book() -> sp.SampleBook:
 def test_wait_holds_the_trainer_for_the_slowest_and_then_takes_it_first() -> None:
     book = waiting_book()
     create(book, "slow", "s", 1)
-    book.handle(sp.TurnAdded(trajectory_id="slow", oldest=(1, 0), num_tokens=5))
+    book.handle(sp.TurnAdded(trajectory_id="slow", versions=((1, 0),), num_tokens=5))
     fill(book, "q", (1, 1))
     assert leased(lease(book, "b1", version=(1, 0))) == ("r0", "r1")  # after it: version 1, lag 1
     assert leased(lease(book, "b2", version=(1, 1))) == ()  # after it the lag would be 2
@@ -390,7 +391,7 @@ def test_wait_also_holds_for_the_finished_members_of_a_running_group() -> None:
     create(book, "early", "s", 2)
     finish(book, "early", (1, 0))
     create(book, "late", "s", 2)
-    book.handle(sp.TurnAdded(trajectory_id="late", oldest=(1, 1), num_tokens=5))
+    book.handle(sp.TurnAdded(trajectory_id="late", versions=((1, 1),), num_tokens=5))
     assert leased(lease(book, "b1", version=(1, 1))) == ()
     finish(book, "late", (1, 1))
     assert leased(lease(book, "b2", version=(1, 1))) == ("early", "late")
@@ -400,7 +401,9 @@ def test_wait_holds_for_a_first_turn_whose_version_is_not_known_yet() -> None:
     book = waiting_book()
     book.handle(sp.TrajectoryCreated(trajectory_id="new", job="j", group_id="n", group_size=1, floor=(1, 0)))
     assert leased(lease(book, "b1", version=(1, 1))) == ()
-    book.handle(sp.TurnAdded(trajectory_id="new", oldest=(1, 1), num_tokens=5))  # it was younger than feared
+    book.handle(
+        sp.TurnAdded(trajectory_id="new", versions=((1, 1),), num_tokens=5)
+    )  # it was younger than feared
     assert leased(lease(book, "b2", version=(1, 1))) == ("r0", "r1")
 
 
@@ -468,7 +471,7 @@ def test_under_wait_nothing_gets_too_old_and_the_trainer_goes_on(seed: int) -> N
             oldest = running[name]
             if oldest is None:
                 oldest = running[name] = rng.randint(book.samples[name].floor[1], version)  # type: ignore[index]
-                book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, oldest), num_tokens=1))
+                book.handle(sp.TurnAdded(trajectory_id=name, versions=((1, oldest),), num_tokens=1))
             elif rng.random() < 0.3:
                 finish(book, name, (1, oldest))
                 del running[name]
@@ -489,7 +492,7 @@ def test_each_job_has_its_own_alpha() -> None:
     book = sp.SampleBook(params=sp.SampleParams(alpha=0, jobs={"loose": loose}))
     for job in ("j", "loose"):
         book.handle(sp.TrajectoryCreated(trajectory_id=job, job=job, group_id=job, group_size=1))
-        book.handle(sp.TrajectoryFinished(trajectory_id=job, oldest=(1, 0)))
+        book.handle(sp.TrajectoryFinished(trajectory_id=job, versions=((1, 0),)))
     asked = {"at_s": 0.0, "num_groups": 1, "version": (1, 3), "ttl_s": 9.0}
     assert leased(book.handle(sp.BatchAsked(batch_id="a", job="j", **asked))) == ()  # type: ignore[arg-type]
     assert leased(book.handle(sp.BatchAsked(batch_id="b", job="loose", **asked))) == ("loose",)  # type: ignore[arg-type]
@@ -526,7 +529,7 @@ def test_discards_are_told_by_cause_and_by_quarter_of_the_lengths() -> None:
     for index, num_tokens in enumerate((10, 10, 100, 100, 1000, 1000, 10_000, 10_000)):
         full(book, f"g{index}", (1.0,), num_tokens=num_tokens)
     create(book, "long", "x", 1)
-    book.handle(sp.TurnAdded(trajectory_id="long", oldest=(1, 0), num_tokens=10_000))
+    book.handle(sp.TurnAdded(trajectory_id="long", versions=((1, 0),), num_tokens=10_000))
     book.handle(sp.TrajectoryCancelled(trajectory_id="long", reason="idle"))
     full(book, "same", (0.0, 0.0), num_tokens=10, filter_equal=True)
     assert book.discards.report("j") == {"idle": [0, 0, 0, 1], "filtered": [2, 0, 0, 0]}

@@ -75,6 +75,24 @@ def test_how_old_a_turn_under_way_is_at_least(book: TurnBook) -> None:
     assert book.oldest_live("j") == {"t-a": (1, 1)}
 
 
+def test_how_old_a_turn_of_two_attempts_is_goes_by_the_step(book: TurnBook) -> None:
+    """Its trainer began anew from an older checkpoint: 2.3 is older than 1.10, and is made a later attempt's by its number alone."""
+    for name in ("d", "h"):
+        hear(book, name, 0.0, version=(1, 10))
+    submit(book, "a")
+    tokens(book, "a", 1, 5)
+    of_first = (te.Span(version=(1, 10), start=0, num_tokens=1),)
+    end(book, "a", 1, "abort", stop_reason=RECLAIMED, versions=of_first)
+    book.handle(te.VersionRequired(at_s=0.25, job="j", version=(2, 3)))
+    # Its worker was sent it at 1.10, and is not bound by what was published since.
+    tokens(book, "a", 2, 6, at_s=0.3)
+    assert book.oldest_live("j") == {"t-a": (1, 10)}
+    end(book, "a", 2, "abort", at_s=0.5, stop_reason=RECLAIMED, versions=of_first)
+    assert [sent.attempt for sent in dispatches(hear(book, "d", 3.0, version=(2, 3)))] == [3]
+    tokens(book, "a", 3, 7, at_s=3.1)
+    assert book.oldest_live("j") == {"t-a": (2, 3)}
+
+
 def test_version_spans_that_do_not_fit_are_ignored(book: TurnBook) -> None:
     submit(book, "a")
     tokens(book, "a", 1, 5, 6, 7)

@@ -45,6 +45,55 @@ def played(store: TrajectoryStore, *versions: str) -> str:
     return name
 
 
+TOO_OLD = [
+    pytest.param(("1.10", "2.3"), id="2.3 is seven versions behind 2.10; 1.10 is none"),
+    pytest.param(("1.3", "2.10"), id="so is 1.3, of an abandoned attempt"),
+    pytest.param(("1.10", "1.17"), id="1.17 is as far from 2.10, in the other direction"),
+]
+
+
+@pytest.mark.parametrize("versions", TOO_OLD)
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["now", "from the journal"])
+def test_tokens_of_each_attempt_count(tmp_path: Path, versions: tuple[str, ...], is_restarted: bool) -> None:
+    store = store_of(tmp_path, alpha=4, on_stale="mask")
+    name = played(store, *versions)
+    if is_restarted:
+        store.journal.close()
+        store = store_of(tmp_path, alpha=4, on_stale="mask")
+    leased, _ = store.lease(job="j", num_groups=1, version=(2, 10), ttl_s=60)
+    assert leased is not None
+    assert leased.stale_ids == (name,)
+    store.journal.close()
+
+
+def test_tokens_near_enough_in_each_attempt_are_fresh(tmp_path: Path) -> None:
+    store = store_of(tmp_path, alpha=4, on_stale="mask")
+    played(store, "1.8", "1.12", "2.7", "2.10")
+    leased, _ = store.lease(job="j", num_groups=1, version=(2, 10), ttl_s=60)
+    assert leased is not None
+    assert leased.stale_ids == ()
+    store.journal.close()
+
+
+@pytest.mark.parametrize("is_known_first", [False, True], ids=["by the version", "by the turn"])
+def test_what_runs_is_given_up_for_its_oldest_token_of_any_attempt(
+    tmp_path: Path, is_known_first: bool
+) -> None:
+    store = store_of(tmp_path, alpha=4, on_stale="cancel")
+    name = begun(store)
+
+    def publish() -> list[sp.Action]:
+        return store.drop_spent(job="j", version=(2, 10), alpha=None, on_stale=None, live={})
+
+    def play() -> list[sp.Action]:
+        return store.add_turn(turn_over(name, "1.10", "2.3"))
+
+    first, then = (publish, play) if is_known_first else (play, publish)
+    assert first() == []
+    assert then() == [sp.Discard(trajectory_ids=(name,), reason="stale")]
+    store.journal.close()
+
+
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["now", "from the journal"])
 def test_a_mark_is_of_the_lease_that_set_it(tmp_path: Path, is_restarted: bool) -> None:
     store = store_of(tmp_path, alpha=0, on_stale="mask")
