@@ -258,6 +258,32 @@ def test_running_turns_may_end_before_the_scheduler_is_killed(
     assert spec["terminationGracePeriodSeconds"] > SchedulerConfig().timeouts.drain_s
 
 
+def num_bytes(amount: str) -> int:
+    """``16Gi``, as the chart says amounts of memory and disk."""
+    assert amount.endswith("Gi"), amount
+    return int(amount.removesuffix("Gi")) * 2**30
+
+
+def test_the_scheduler_refuses_before_its_pod_is_out_of_memory_or_disk(
+    manifests: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """What it holds takes up to 1.2 times the bytes that it counts (tests/scheduler/test_budget.py).  Its journal is at most twice as
+    large as it was after the last compaction, and the next one writes what is held beside that."""
+    config = tmp_path / "scheduler.toml"
+    config.write_text(manifests["ConfigMap", "rose-scheduler"]["data"]["scheduler.toml"])
+    scheduler = load_config(SchedulerConfig, config)
+    limits = scheduler.limits
+    spec = manifests["StatefulSet", "rose-scheduler"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (claim,) = spec["volumeClaimTemplates"]
+    itself = 2**30
+    memory = 1.2 * (limits.max_held_bytes + limits.retained_bytes) + limits.max_intake_bytes + itself
+    disk = 3 * max(limits.max_held_bytes, scheduler.journal.compact_bytes)
+    assert memory <= num_bytes(container["resources"]["limits"]["memory"])
+    assert disk <= num_bytes(claim["spec"]["resources"]["requests"]["storage"])
+    assert limits.max_job_bytes < limits.max_held_bytes, "one job would keep all others out"
+
+
 def test_all_pods_run_as_the_engines_user(manifests: dict[tuple[str, str], dict[str, Any]]) -> None:
     for manifest in manifests.values():
         for pod in pods_of(manifest):
