@@ -5,7 +5,9 @@ restart applies the same records again through the same code.  Which trajectory 
 ``rose.policy.samples``; what a prompt is made of by ``rose.scheduler.prompts``.
 
 Invariant: the journal is written before the change is visible to anyone; finish, lease, acknowledge and
-resume are on disk before their caller is answered (``await store.journal.commit()``, in the routes).
+resume are on disk before their caller is answered (``await store.journal.commit()``, in the routes).  A turn, the form that it was
+delivered in and that it was delivered are with the kernel by then, which a kill does not undo.  A power loss may take the last of them: its
+client, which sends all it has, begins another branch with it.
 """
 
 from __future__ import annotations

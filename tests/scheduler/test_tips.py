@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from rose.auth import Tokens, bearer
 from rose.scheduler.messages import call_id
+from rose.testing.fake_engine import serve_engine
+from rose.testing.fake_node import FakeNode
+from tests.scheduler.audit import Client
 from tests.scheduler.conftest import World, user
+from tests.scheduler.processes import Daemon
 from tests.scheduler.speaker import Speaker, Speech
 
 TOOL: dict[str, Any] = {
@@ -29,8 +38,14 @@ async def spoken(
     world: World, session: str, messages: list[Any], *, streamed: bool, **fields: Any
 ) -> dict[str, Any]:
     """The message that the official client makes of the answer."""
+    return await spoken_by(world.url, world.tokens, session, messages, streamed=streamed, **fields)
+
+
+async def spoken_by(
+    url: str, tokens: Tokens, session: str, messages: list[Any], *, streamed: bool, **fields: Any
+) -> dict[str, Any]:
     request: dict[str, Any] = {"model": "policy", "messages": messages, "max_tokens": 8, **fields}
-    async with openai.AsyncOpenAI(base_url=f"{world.url}/s/{session}/v1", api_key=world.tokens.agent) as api:
+    async with openai.AsyncOpenAI(base_url=f"{url}/s/{session}/v1", api_key=tokens.agent) as api:
         if not streamed:
             message = (await api.chat.completions.create(**request)).choices[0].message
             return message.model_dump(exclude_none=True)
@@ -108,6 +123,35 @@ async def test_a_stream_is_continued_after_a_restart(world: World) -> None:
     await spoken(world, session, [user("go"), message, tool], streamed=True, tools=[TOOL])
     turns = world.scheduler.store.trajectories[session].turns
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
+
+
+async def test_a_stream_is_continued_after_a_kill_right_behind_its_end(tmp_path: Path) -> None:
+    """Its form is with the kernel before its last piece leaves, as the turn is before its first: a kill takes neither."""
+    tokens = Tokens.generate()
+    tokens.save(tmp_path / "tokens.toml")
+    daemon = Daemon(tmp_path)
+    engine = Speaker(lambda token_ids: CUT)
+    runner, engine_url = await serve_engine(engine)
+    async with contextlib.AsyncExitStack() as ends:
+        ends.push_async_callback(runner.cleanup)
+        url = await daemon.start()
+        ends.push_async_callback(daemon.end)
+        session = await ends.enter_async_context(aiohttp.ClientSession())
+        node = FakeNode(session, url, tokens.node, engine, engine_url, worker_id="a")
+        name = await Client(session, url, tokens).create(0)
+        messages: list[Any] = [user("go")]
+        for _ in range(3):
+            await node.register()
+            await node.beat()
+            message = await spoken_by(url, tokens, name, messages, streamed=True, tools=[TOOL])
+            await daemon.end(signal.SIGKILL)
+            await daemon.start()
+            called = message["tool_calls"][0]["id"]
+            messages += [message, {"role": "tool", "tool_call_id": called, "content": "x"}]
+        trace = f"{url}/rose/v1/trajectories/{name}"
+        async with session.get(trace, headers=bearer(tokens.environment)) as response:
+            turns = (await response.json())["turns"]
+        assert [(turn["parent"], turn["fork"]) for turn in turns] == [(None, None), (0, None), (1, None)]
 
 
 def thinker(token_ids: list[int]) -> Speech:
