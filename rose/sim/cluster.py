@@ -162,10 +162,15 @@ class SimCluster:
             self.heartbeat(name, node, now_s)
 
     def stop(self, name: str, *, keep_tokens: bool, reason: str) -> None:
-        """The node's rollout engine ends; with ``keep_tokens`` what it had sampled was streamed before."""
+        """The node's rollout engine is taken away; with ``keep_tokens`` what it had sampled was streamed before."""
+        if self._end(name, keep_tokens=keep_tokens, reason=reason):
+            self.feed(te.WorkerLost(at_s=self.queue.now_s, worker_id=name, reason="drain", forget=True))
+
+    def _end(self, name: str, *, keep_tokens: bool, reason: str) -> bool:
+        """Whether it ran."""
         node, now_s = self.nodes[name], self.queue.now_s
         if not node.registered:
-            return
+            return False
         for request, produced in node.device.stop(now_s):
             turn_id, attempt = _turn_of(request.key)
             if keep_tokens and produced:
@@ -175,7 +180,7 @@ class SimCluster:
                 self.counters.lost += produced
         node.registered = False
         self.journal.write(now_s, "stop", name, reason)
-        self.feed(te.WorkerLost(at_s=now_s, worker_id=name, reason="drain", forget=True))
+        return True
 
     def commit(self, name: str, version: Version, *, recompute: bool) -> None:
         """New weights are in force; cached prefixes are of the old ones."""
@@ -382,9 +387,9 @@ class SimCluster:
             self.queue.at(now_s + self.scenario.fleet.restart_s, self._restart, name)
 
     def fail(self, name: str) -> None:
-        """The rollout engine crashed: what it had not answered is lost."""
-        if self.nodes[name].registered:
-            self.stop(name, keep_tokens=False, reason="crash")
+        """The rollout engine crashed: what it had not answered is lost.  The scheduler finds its connections broken."""
+        if self._end(name, keep_tokens=False, reason="crash"):
+            self.feed(te.WorkerLost(at_s=self.queue.now_s, worker_id=name, reason="lost"))
             self.queue.at(self.queue.now_s + self.scenario.fleet.restart_s, self._restart, name)
 
     def _restart(self, now_s: float, name: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
+from rose.policy.worker import Health
+from rose.sim.events import EventDigest
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
@@ -72,6 +74,30 @@ def test_books_balance_at_the_end_whatever_happened(system: str) -> None:
 
     assert run.counters.turns > 0
     assert run.ttft_s
+
+
+@pytest.mark.parametrize(("how", "left"), [("crashes", 4), ("is taken away", 5)])
+def test_an_engine_that_crashes_costs_its_turns_a_failure(how: str, left: int) -> None:
+    """As a live one does; until it is back, the scheduler knows it for dead."""
+    world = SimWorld(tiny(num_steps=1), SYSTEMS["fixed_sync"], EventDigest(None), None)
+    cluster = world.cluster
+    found: list[tuple[int, bool]] = []
+
+    def at(now_s: float, _: object) -> None:
+        running = [turn for turn in cluster.book.turns.values() if turn.worker is not None]
+        assert running
+        if how == "crashes":
+            cluster.fail("d0")
+        else:
+            cluster.stop("d0", keep_tokens=True, reason="returned")
+        worker = cluster.book.fleet.workers.get("d0")
+        is_dead = worker is not None and worker.health is Health.DEAD
+        found.extend((turn.infra_left, is_dead) for turn in running)
+
+    world.queue.at(3.0, at)
+    world.run(None)
+    world.check()
+    assert set(found) == {(left, how == "crashes")}
 
 
 @pytest.mark.parametrize("moment", [7.3, 41.9, 77.7])
