@@ -26,6 +26,7 @@ from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.adaptive_alpha import AdaptiveAlpha, AlphaParams, StepTaken
 from rose.policy.samples import (
+    Action,
     BatchAcked,
     BatchAsked,
     Discard,
@@ -35,6 +36,8 @@ from rose.policy.samples import (
     TrajectoryCancelled,
     TrajectoryCreated,
     TrajectoryFinished,
+    TurnAdded,
+    VersionPublished,
 )
 from rose.policy.staleness import ends, worst_lag
 from rose.policy.tail_batching import TailBatching
@@ -95,6 +98,7 @@ class _Trajectory:
     turn: int = 0
     prompt: int = 0
     versions: tuple[Version, ...] = ()
+    num_sampled: int = 0
     turn_id: str = ""
     begun: bool = False
     alive: bool = True
@@ -255,18 +259,22 @@ class SimJob:
             trajectory = _Trajectory(name, script, group, prompt=script.prompt_tokens)
             self._running[name] = trajectory
             group.members.append(name)
-            self.book.handle(
-                TrajectoryCreated(
-                    trajectory_id=name,
-                    job=self.name,
-                    group_id=group.name,
-                    group_size=self.config.group_size,
-                )
-            )
+            self._create(name, group)
         for name in list(group.members):
             if name in self._running:
                 self._waiting.append(self._running[name])
         self._begin_waiting()
+
+    def _create(self, name: str, group: _Group) -> None:
+        self.book.handle(
+            TrajectoryCreated(
+                trajectory_id=name,
+                job=self.name,
+                group_id=group.name,
+                group_size=self.config.group_size,
+                floor=self.cluster.book.required.get(self.name),
+            )
+        )
 
     def _begin_waiting(self) -> None:
         """First turns of those whose turn it is."""
@@ -303,8 +311,16 @@ class SimJob:
             return
         trajectory.versions = ends((*trajectory.versions, *(span.version for span in ended.result.spans)))
         script, turn = trajectory.script, trajectory.turn
+        trajectory.num_sampled += script.outputs[turn]
         trajectory.prompt += script.outputs[turn] + script.observations[turn]
         trajectory.turn = turn + 1
+        added = TurnAdded(
+            trajectory_id=trajectory.name, versions=trajectory.versions, num_tokens=trajectory.num_sampled
+        )
+        if dropped := self.book.handle(added):
+            self._carry_out(dropped, now_s)
+            self._refill()
+            return
         self.queue.at(now_s + script.env_s[turn], self._observed, trajectory)
 
     def _observed(self, now_s: float, trajectory: _Trajectory) -> None:
@@ -359,15 +375,36 @@ class SimJob:
             self._running[name] = again
             group.running += 1
             group.members.append(name)
-            self.book.handle(
-                TrajectoryCreated(
-                    trajectory_id=name,
-                    job=self.name,
-                    group_id=group.name,
-                    group_size=self.config.group_size,
-                )
-            )
+            self._create(name, group)
             self._waiting.appendleft(again)
+            self._begin_waiting()
+
+    def _carry_out(self, actions: list[Action], now_s: float) -> None:
+        """What the book has dropped as too old is given up."""
+        names = [
+            name
+            for action in actions
+            if isinstance(action, Discard) and action.reason == "stale"
+            for name in action.trajectory_ids
+        ]
+        if not names:
+            return
+        self.journal.write(now_s, "stale", len(names))
+        self.steps[-1].cancelled += len(names)
+        for name in names:
+            trajectory = self._running.get(name)
+            if trajectory is not None:
+                self._groups.pop(trajectory.group.number, None)
+                self._end(trajectory)
+                self.cluster.cancel(trajectory.turn_id, "stale")
+            self._tokens.pop(name, None)
+            self._finished_s.pop(name, None)
+            self.book.forget(name)
+
+    def _refill(self) -> None:
+        """Others are begun for what was given up."""
+        if not self.done:
+            self._fill()
             self._begin_waiting()
 
     def _end(self, trajectory: _Trajectory) -> None:
@@ -401,9 +438,12 @@ class SimJob:
             )
         )
         leased = next((answer for answer in answers if isinstance(answer, Leased)), None)
+        self._training = leased is not None
+        self._carry_out(answers, now_s)
+        if len(answers) > (leased is not None):
+            self._refill()
         if leased is None:
             return
-        self._training = True
         ids = leased.trajectory_ids
         step.ready_s = now_s
         step.trajectories = len(ids)
@@ -469,6 +509,18 @@ class SimJob:
             for name in getattr(action, "trajectory_ids", ()):
                 self.book.forget(name)
         self.version = (0, self.version[1] + 1)
+        if self.scenario.trajectories_in_flight is None:  # else a load without a bound on staleness
+            self._carry_out(
+                self.book.handle(
+                    VersionPublished(
+                        job=self.name,
+                        version=self.version,
+                        alpha=None if self._adaptive is None else self._accepted_lag,
+                        live=self.cluster.book.oldest_live(self.name),
+                    )
+                ),
+                now_s,
+            )
         step.end_s = now_s + self.hooks.publish(self.name, self.version)
         sampled = self.cluster.counters.sampled
         step.sampled = sum(sampled.values()) - sum(self._sampled_before.values())
