@@ -530,8 +530,8 @@ class SimJob:
             idle = waited_s / whole_s if whole_s > 0 else math.nan
             self._adaptive.handle(StepTaken(mismatch_kl=self._mismatch_kl, idle=idle))
         if self.asynchronous:
-            lag = self._accepted_lag if self.scenario.trajectories_in_flight is None else self.version[1]
-            self.cluster.require(self.name, (0, max(0, self.version[1] - lag)))
+            has_bound = self.scenario.trajectories_in_flight is None
+            self.cluster.require(self.name, self.version if has_bound else (0, 0))
             self.begin(now_s)
             self._try_train(now_s)
         else:
