@@ -26,7 +26,7 @@ import msgspec
 from rose.errors import CapacityError, Conflict, Gone, RequestError
 from rose.lineage import Version, format_version
 from rose.policy import samples as sp
-from rose.policy.staleness import set_back
+from rose.policy.staleness import lag, set_back
 from rose.scheduler.books import Books
 from rose.scheduler.holdings import created_bytes
 from rose.scheduler.records import (
@@ -463,13 +463,14 @@ class TrajectoryStore(Books):
 
     def _note_ahead(self, job: str, version: Version, actions: list[sp.Action]) -> None:
         """Say what a trainer that began anew below its own earlier steps loses by it; to be asked before :meth:`_after`."""
-        oldest = [
-            self.trajectories[name].oldest
+        sampled = [
+            self.trajectories[name].versions
             for action in actions
             if isinstance(action, sp.Discard) and action.reason == "stale"
             for name in action.trajectory_ids
         ]
-        ahead = [each for each in oldest if each is not None and set_back(version, each)]
+        farthest = [max(each, key=lambda one: lag(version, one)) for each in sampled if each]
+        ahead = [each for each in farthest if set_back(version, each)]
         if ahead:
             self.on_ahead(len(ahead))
             log.error(

@@ -66,6 +66,25 @@ def test_tokens_of_each_attempt_count(tmp_path: Path, versions: tuple[str, ...],
     store.journal.close()
 
 
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        (("1.10", "1.17"), [1]),  # its oldest is not what it is dropped for
+        (("1.3", "1.12"), []),  # for being behind; 1.12 alone would be near enough
+    ],
+)
+def test_who_began_anew_hears_of_what_was_dropped_for_being_ahead(
+    tmp_path: Path, versions: tuple[str, ...], told: list[int]
+) -> None:
+    store, heard = store_of(tmp_path, alpha=4, on_stale="cancel"), list[int]()
+    store.on_ahead = heard.append
+    name = played(store, *versions)
+    _, actions = store.lease(job="j", num_groups=1, version=(2, 10), ttl_s=60)
+    assert actions == [sp.Discard(trajectory_ids=(name,), reason="stale")]
+    assert heard == told
+    store.journal.close()
+
+
 def test_tokens_near_enough_in_each_attempt_are_fresh(tmp_path: Path) -> None:
     store = store_of(tmp_path, alpha=4, on_stale="mask")
     played(store, "1.8", "1.12", "2.7", "2.10")
