@@ -131,9 +131,9 @@ async def _steps(
 
     tail = TailRounds(config.rollout, actors.mix) if config.rollout.tail_batching.extra_groups else None
     order = TaskOrder(config.rollout.num_groups)
-    order.go_on(records_of(config.output_dir / "metrics.jsonl"))
     recent = Recent(config.eval.average_over)
     for earlier in records_of(config.output_dir / "metrics.jsonl"):
+        order.note(earlier)
         if "eval" in earlier:
             recent.add(earlier["step"], earlier["eval"])
 

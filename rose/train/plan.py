@@ -8,7 +8,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,15 +113,10 @@ class TaskOrder:
         self._first = {0: 0}
         """By step, as far as it is known."""
 
-    def go_on(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Where drivers before have left it.
-
-        Args:
-            records: Of ``metrics.jsonl``.
-        """
-        for record in records:
-            if isinstance(told := record.get("next_task"), int):
-                self._first[record["step"] + 1] = told
+    def note(self, record: Mapping[str, Any]) -> None:
+        """A step of a driver before this one, as ``metrics.jsonl`` has it."""
+        if isinstance(told := record.get("next_task"), int):
+            self._first[record["step"] + 1] = told
 
     def first(self, step: int) -> int:
         if step not in self._first:
