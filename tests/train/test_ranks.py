@@ -203,12 +203,11 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("how", "seconds"), [("killed", 60.0), ("hangs", 2.0)])
-def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, seconds: float) -> None:
+def two_ranks(program: str, *args: str) -> list[subprocess.Popen[str]]:
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", ANOTHER_ENDS, how, str(seconds)],
+            [sys.executable, "-c", program, *args],
             env=env | {"RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -216,6 +215,11 @@ def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, se
         )
         for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("killed", 60.0), ("hangs", 2.0)])
+def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, seconds: float) -> None:
+    ranks = two_ranks(ANOTHER_ENDS, how, str(seconds))
     assert ranks[0].stdout is not None
     assert ranks[0].stdout.read() == "True\n"
     for rank in ranks:
@@ -269,16 +273,7 @@ finally:
 
 
 def what_ranks_say(folder: Path, how: str) -> list[str]:
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLOW_DISK, how, str(folder)],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = two_ranks(SLOW_DISK, how, str(folder))
     return [rank.communicate()[0] for rank in ranks]
 
 
