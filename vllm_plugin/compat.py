@@ -332,12 +332,17 @@ def _node_dirs() -> list[Path]:
     return [core_dir(base, core) for core in range(int(os.environ.get(ENV_CORES) or 0))] or [base]
 
 
+def num_cores_below(config: Any) -> int:
+    """How many engine cores of one server have a directory each below its ``ROSE_DIR``; 1: the one core uses that itself."""
+    parallel = config.parallel_config
+    return 1 if parallel.data_parallel_external_lb else max(1, parallel.data_parallel_size)
+
+
 def _name_directories(config: Any, role: str) -> None:
     """In an API server: tell the engine cores that it will start whether each has a directory of its own."""
-    parallel = config.parallel_config
     os.environ.pop(ENV_CORES, None)
-    if role == "serving" and parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-        os.environ[ENV_CORES] = str(parallel.data_parallel_size)
+    if role == "serving" and (num_cores := num_cores_below(config)) > 1:
+        os.environ[ENV_CORES] = str(num_cores)
 
 
 def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:

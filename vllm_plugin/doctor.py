@@ -69,6 +69,7 @@ class SupportVerdict:
         rows: All that it touches, the deciding one first; the row ``decoder`` alone where there is none.
         total_pages: Of 2 MiB, in each rank's KV cache; None where the arguments do not tell.
         lendable_pages: Of these at most; before any floor, headroom or limit of the node's.
+        num_cores: How many engine cores have a directory each below its ``ROSE_DIR``; 1: its one core uses that itself; None: nobody can say.
         notes: What else an operator should know.
     """
 
@@ -76,6 +77,7 @@ class SupportVerdict:
     rows: tuple[Touched, ...] = ()
     total_pages: int | None = None
     lendable_pages: int | None = None
+    num_cores: int | None = None
     problem: str = ""
     fix: str = ""
     notes: tuple[str, ...] = ()
@@ -102,7 +104,7 @@ class _Dispatched(Exception):
 
 
 def config_of(arguments: Sequence[str]) -> tuple[Any, Front]:
-    """The ``VllmConfig`` of ``vllm serve ARGUMENTS``, and what would take its requests.
+    """The ``VllmConfig`` of ``vllm serve ARGUMENTS``, and what would take its requests; of several servers under vLLM's supervisor, of the first.
 
     Raises:
         NoEngine: vLLM does not take them.
@@ -157,6 +159,12 @@ def _engine_config(where: str, args: Any) -> Any:
 
     from vllm_plugin import internals, lines
 
+    if (
+        where == "run_dp_supervisor"
+    ):  # it starts a server of its own for each rank, as with an external load balancer
+        first = {"rank": 0, "start_rank": None, "size_local": 1, "external_lb": True}
+        for name, value in first.items():
+            setattr(args, f"data_parallel_{name}", value)
     engine_args = lines.engine_args_of(args)
     if where == "run_multi_api_server":
         internals.say_servers(engine_args, args.api_server_count)
@@ -299,6 +307,7 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
         support, because = judge(role, ["unknown_version"])
         says = f"the configuration could not be read: {error!r}"
         return replace(answer, support=support.label, rows=(_touched(because, role, support, says),))
+    answer = replace(answer, num_cores=compat.num_cores_below(config))
     if standing.support is not Support.REFUSED:
         compat.take_places(config, standing)
     try:

@@ -47,7 +47,7 @@ from rose.coserve.host_checks import (
     of_error,
 )
 from rose.coserve.node_config import DeviceConfig, NodeConfig
-from rose.coserve.node_dir import core_dir, is_core_dir
+from rose.coserve.node_dir import MAX_CORES, core_dir, is_core_dir
 from rose.errors import ConfigError, LedgerError
 from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.proc import find_program
@@ -61,6 +61,8 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _ENV_SPLITS = re.compile(r"-[0iv]*S|--split-string=?")
 _ENV_TAKES_ONE = re.compile(r"-[0iv]*[uCa]|--(unset|chdir|argv0)")
 _SHELL_WRAPPER = re.compile(rb"^'''exec' \"?([^\"\s]+)\"? ", re.M)
+_MOVABLE_WRAPPER = re.compile(rb"""^'''exec' "\$\(dirname .*\)"?/'?([^/'"\s]+)['"]? "\$0" """, re.M)
+"""Of an environment that can be moved: its Python is named by where the script is."""
 _HEAD_BYTES = 4096
 _LEVELS = {"elastic": Level.OK, "compute-only": Level.WARN, "refused": Level.FAIL}
 _STYLES = {
@@ -115,6 +117,8 @@ def interpreter_of(program: str) -> str:
         return program
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
+    if beside := _MOVABLE_WRAPPER.search(head):
+        return os.path.join(os.path.dirname(os.path.realpath(path)), os.fsdecode(beside[1]))
     if wrapped := _SHELL_WRAPPER.search(head):
         return os.fsdecode(wrapped[1])
     if not head.startswith(b"#!"):
@@ -291,10 +295,11 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
             checks.append(Check(level=Level.OK, name="node.toml", says=f"{config_path} is well-formed"))
         except ConfigError as error:
             checks.append(of_error("node.toml", error))
-    checks += _host(config, command)
     engines: dict[str, Any] = {}
     if command is not None:
         engines["production"] = ask_engine("serving", command)
+    checks += _host(config, command, engines.get("production", {}).get("num_cores"))
+    if command is not None:
         checks += engine_checks(PRODUCTION, engines["production"])
     elif config is None or config.serving is not None:
         says = "not looked at: its command line was not given"
@@ -318,28 +323,13 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _num_cores(command: Command) -> int:
-    """How many engine cores it starts that have a directory each below its ``ROSE_DIR``; 1: it has that to itself."""
-    num_cores = "1"
-    for at, word in enumerate(command.args):
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")  # vLLM takes both
-        if name in ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"):
-            return 1
-        if name in ("--data-parallel-size", "-dp"):  # the last one counts
-            num_cores = value if equals else "".join(command.args[at + 1 : at + 2])
-    try:
-        return int(num_cores)
-    except ValueError:  # the engine's own lines say so
-        return 1
-
-
-def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]:
+def _host(config: NodeConfig | None, command: Command | None, num_cores: int | None) -> Iterator[Check]:
+    """Lines on this machine.  ``num_cores``: of production, as the plugin says it; None: nobody can say."""
     told = (command.env.get("ROSE_DIR") if command is not None else None) or os.environ.get("ROSE_DIR")
     directory = config.dir if config is not None else Path(told) if told else None
     mine = command.env.get("ROSE_DIR") if command is not None else None
     if config is not None and command is not None and mine:
-        yield from _same_directory(config, mine, _num_cores(command))
+        yield from _same_directory(config, mine, num_cores)
     scratch = directory.parent if directory is not None and directory.parent.is_dir() else SHARED_MEMORY
     yield check_kernel(scratch if os.access(scratch, os.W_OK) else SHARED_MEMORY)
     yield check_idle_class()
@@ -378,11 +368,12 @@ def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]
         yield check_relay(config.weights, tokens)
 
 
-def _same_directory(config: NodeConfig, told: str, num_cores: int) -> Iterator[Check]:
-    """Whether the agent is where production is.  ``told``: production's ``ROSE_DIR``."""
-    several = num_cores > 1
+def _same_directory(config: NodeConfig, told: str, num_cores: int | None) -> Iterator[Check]:
+    """Whether the agent is where production is.  ``told``: production's ``ROSE_DIR``; None: any number of cores may be."""
+    several = num_cores is not None and num_cores > 1
     same = os.path.abspath(told) == os.path.abspath(config.dir)
-    if is_core_dir(config.dir, told, num_cores) if several else same:
+    below_it = is_core_dir(config.dir, told, MAX_CORES if num_cores is None else num_cores)
+    if (below_it and num_cores != 1) or (same and not several):
         return
     below = f", with a directory below for each of its {num_cores} engine cores" if several else ""
     yield Check(

@@ -428,6 +428,17 @@ def test_the_python_of_a_program_is_the_one_it_runs_in(tmp_path: Path, text: str
     assert interpreter_of(str(path)) == expected
 
 
+@pytest.mark.parametrize(
+    "python",
+    ['"$(dirname -- "$(realpath -- "$0")")"/\'python3\'', '"$(dirname "$0")/python3"'],
+)
+def test_the_python_of_a_program_that_can_be_moved_lies_beside_it(tmp_path: Path, python: str) -> None:
+    path = tmp_path / "vllm"
+    path.write_text(f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n")
+    path.chmod(0o755)
+    assert interpreter_of(str(path)) == str(tmp_path / "python3")
+
+
 @pytest.mark.parametrize("program", ["no-such-program-at-all", "/nowhere/bin/vllm", "/nowhere/bin/python3"])
 def test_of_a_program_that_is_not_there_nobody_elses_vllm_is_asked(program: str) -> None:
     with pytest.raises(ConfigError, match=f"'{program}' is no program here"):
@@ -571,5 +582,5 @@ def test_production_and_node_toml_that_name_two_directories_are_found(scratch: P
     )
     production = Command(python=sys.executable, args=(), env={"ROSE_DIR": str(scratch / "other")})
     config = doctor.load_config(NodeConfig, scratch / "node.toml")
-    checks = [one for one in doctor._host(config, production) if one.name == "node directory"]
+    checks = [one for one in doctor._host(config, production, 1) if one.name == "node directory"]
     assert "neither would see the other" in checks[0].says

@@ -124,6 +124,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CORES = {
+    "--data-parallel-size=2": 2,
+    "--data_parallel_size 2": 2,
+    "-dp=2": 2,
+    "-dp 1 -dp 2": 2,
+    "-dp 2 -dp 1": 1,
+    "--config FILE": 3,
+    "--config FILE -dp 2": 2,
+}
+"""Engine cores with a directory each below ``ROSE_DIR``, by arguments; FILE says ``data-parallel-size: 3``."""
+APART = ("-dp 2 --data-parallel-rank 1", "-dp 2 -dpl 2 -dpm")
+"""Servers of one rank each, which vLLM has for models with experts alone."""
+
+
 @pytest.fixture(scope="module")
 def answers(models: Path) -> dict[str, dict[str, Any]]:
     """All questions of this file, in one process."""
@@ -134,6 +148,11 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
         args = tuple(one.replace("MODEL", model) for one in args)
         questions[name] = {"role": "serving", "args": [model, *base, *args]}
     write_tiny_model(models / "plain")
+    (models / "serve.yaml").write_text("data-parallel-size: 3\n")
+    for words in (*CORES, *APART):
+        args = tuple(words.replace("FILE", str(models / "serve.yaml")).split())
+        questions[words] = {"role": "serving", "args": [str(models / "qwen3"), *BASE, *args]}
+        questions[f"experts {words}"] = {"role": "serving", "args": [str(models / "moe"), *BASE, *args]}
     for name, kind in KINDS.items():
         model, args = kind.prepare(models / "plain", models / f"kind-{name}")
         questions[f"kind {name}"] = {"role": "serving", "args": [str(model), *BASE, *args]}
@@ -199,6 +218,23 @@ def test_the_doctor_says_what_the_plugin_decides(
     label, because = decided_by_the_plugin(models, case, plugin)
     assert label == answer["support"]
     assert because == answer["rows"][0]["row"]
+
+
+@pytest.mark.parametrize("words", CORES)
+def test_engine_cores_with_a_directory_each_are_counted_as_vllm_counts(
+    answers: dict[str, dict[str, Any]], words: str
+) -> None:
+    assert (answers[words]["problem"], answers[words]["num_cores"]) == ("", CORES[words])
+
+
+@pytest.mark.parametrize("words", APART)
+def test_servers_of_one_rank_each_are_what_vllm_makes_of_them(
+    answers: dict[str, dict[str, Any]], words: str
+) -> None:
+    assert "Non-MoE models do not support external data parallel mode" in answers[words]["problem"]
+    experts = answers[f"experts {words}"]
+    assert (experts["support"], experts["rows"][0]["row"]) == ("refused", "data_parallel_moe")
+    assert experts["num_cores"] == 1
 
 
 def test_every_row_that_decides_says_what_to_do(answers: dict[str, dict[str, Any]]) -> None:
@@ -440,7 +476,8 @@ class SHAPED:
     """Boundary: only :func:`compat.take_places` writes to it here."""
 
     def __init__(self) -> None:
-        self.scheduler_config = self.parallel_config = type("Section", (), {})()
+        cores = {"data_parallel_size": 1, "data_parallel_external_lb": False}
+        self.scheduler_config = self.parallel_config = type("Section", (), cores)()
 
 
 @pytest.mark.parametrize(
