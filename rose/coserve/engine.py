@@ -97,7 +97,7 @@ class RolloutEngine:
         self._mps_control: str | None = None
         self._stop_asked = False
         """Since the last start began."""
-        self._stopping, self._killing = asyncio.Lock(), asyncio.Lock()
+        self._ending, self._killing = asyncio.Lock(), asyncio.Lock()
         self._killed_s: float | None = None
         """When it was killed, until nothing of it is left."""
         self._hurried = False
@@ -176,18 +176,19 @@ class RolloutEngine:
         self.restarts.started(time.monotonic())
         self._require()
         self.incarnation, self.token, self.lineage = secrets.token_hex(8), secrets.token_urlsafe(24), None
-        self.state, self.error = "starting", ""
         self.num_starts += 1
         self.weights_broken = False
-        await asyncio.to_thread(self.segments.begin)
-        self._own_ladder = None
-        self._mps_control = await asyncio.to_thread(mps.find_control, self.config)
-        if engine.allow_mps and self._mps_control is None:
-            logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
-        log_path = await asyncio.to_thread(self.log.begin)
-        if self._stop_asked:  # while there was no process that it could have ended
-            raise EngineError("was stopped before it was started", field="rollout engine")
-        self._child = child = Child.start(self._spec(log_path))
+        async with self._ending:  # who ends the one before is done with what both have
+            self.state, self.error = "starting", ""
+            await asyncio.to_thread(self.segments.begin)
+            self._own_ladder = None
+            self._mps_control = await asyncio.to_thread(mps.find_control, self.config)
+            if engine.allow_mps and self._mps_control is None:
+                logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
+            log_path = await asyncio.to_thread(self.log.begin)
+            if self._stop_asked:  # while there was no process that it could have ended
+                raise EngineError("was stopped before it was started", field="rollout engine")
+            self._child = child = Child.start(self._spec(log_path))
         self._hurried = False
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
@@ -459,17 +460,20 @@ class RolloutEngine:
         await self.kill("a failed weight update could not be undone, its weights are of no version")
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End it and everything below it; one that is about to be started is not.  A second call waits for the first.
+        """End it and everything below it; one that is about to be started is not.  A second call waits for the first, and ends nothing that was
+        started after it was made.
 
         Raises:
             EngineError: Something of it still lives.
         """
-        self._stop_asked = True
+        self._stop_asked, incarnation = True, self.incarnation
         client, self._client = self._client, None  # first: who asks meanwhile is told that it does not run
         if client is not None:
             await client.aclose()
         self.lineage = None
-        async with self._stopping:
+        async with self._ending:
+            if self.incarnation != incarnation:
+                return
             if self._child is not None:
                 if self.running:
                     self._begin_dying()

@@ -154,6 +154,7 @@ class EngineKeeper:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._terms.mode != Mode.OBSERVE or not self._engine.running:
+                self._errors.pop("engine", None)
                 continue
             try:
                 await self._give_back()

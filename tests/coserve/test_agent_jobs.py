@@ -13,6 +13,7 @@ from aiohttp import web
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve import agent as agents
+from rose.coserve import engine as engines
 from rose.coserve import engine_keeper
 from rose.coserve.agent import NodeAgent
 from rose.coserve.engine import RolloutEngine
@@ -93,6 +94,29 @@ async def test_who_stops_an_engine_that_is_being_stopped_waits_for_it(tmp_path: 
     assert (child.num_stops, child.most_at_once) == (2, 1)
 
 
+async def test_a_stop_that_waited_for_another_leaves_the_engine_that_was_started_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RolloutEngine(settings(tmp_path))
+    engine._child = SlowToStop()  # type: ignore[assignment]
+    child, started = SlowToStop(), asyncio.Event()
+
+    async def start_up(*_: Any) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    child.wait_ready_async = start_up  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "_require", lambda: None)
+    monkeypatch.setattr(engine, "_start_sentinel", lambda child: None)
+    monkeypatch.setattr(engines.Child, "start", lambda spec: child)
+    first, second = (asyncio.create_task(engine.stop()) for _ in range(2))
+    await first
+    starting = asyncio.create_task(engine.start())
+    await asyncio.gather(second, started.wait())
+    assert (child.num_stops, engine.state) == (0, "starting")
+    starting.cancel()
+
+
 class SlowToStop:
     """A process tree that takes some turns of the loop to end."""
 
@@ -126,6 +150,35 @@ class SlowToDie:
         self.num_kills += 1
         if self.num_kills == 1:
             raise EngineError("processes [7] do not end")
+
+
+async def test_a_failure_to_end_what_observe_forbids_is_forgotten_once_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_keeper, "LOOK_EVERY_S", 0.0)
+    agent = NodeAgent(settings(tmp_path), Tokens.generate())
+    engine, said = agent.engine, list[dict[str, str]]()
+    failures, gone = [EngineError("processes [7] do not end")], asyncio.Event()
+
+    async def give_back() -> None:
+        said.append(dict(agent.errors))
+
+    async def stop() -> None:
+        if failures:
+            raise failures.pop()
+        monkeypatch.setattr(type(engine), "running", False)
+        gone.set()
+
+    monkeypatch.setattr(type(engine), "running", True)
+    monkeypatch.setattr(agent._keeper, "_give_back", give_back)
+    monkeypatch.setattr(engine, "stop", stop)
+    ending = asyncio.create_task(agent._keeper.end_unwanted())
+    await gone.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    ending.cancel()
+    assert "do not end" in said[1]["engine"]
+    assert "engine" not in agent.errors
 
 
 async def test_an_answer_nested_too_deep_is_no_json_object(tmp_path: Path) -> None:
