@@ -29,7 +29,8 @@ from rose.policy.turn import Turn
 from rose.policy.turn_events import TurnParams
 from rose.policy.worker import Health, Tier, Worker
 
-Entry = tuple[tuple[int, float, int], str]
+Entry = tuple[tuple[int, float, int], str, int]
+"""Order, turn, and the KV room that it needs: whoever fits nowhere is passed over by that alone."""
 _MAX_CLASSES = 256
 _Class = tuple[str, str, bool, Version | None, str | None]
 """What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version, run."""
@@ -66,15 +67,19 @@ class Placer:
         left = spec.max_tokens - len(turn.token_ids)
         expected = self.affinity.expected_tokens(spec)
         turn.expected_tokens = min(left, max(1, expected - spec.num_copied) if spec.num_copied else expected)
-        bisect.insort(self.queue, (turn.order, turn_id))
+        bisect.insort(self.queue, (turn.order, turn_id, turn.need_tokens))
         self._fresh.add(turn_id)
         for until_s in turn.backoff_until_s.values():
             heapq.heappush(self._backoffs, (until_s, turn_id))
 
     def remove(self, turn: Turn) -> None:
-        index = bisect.bisect_left(self.queue, (turn.order, turn.spec.turn_id))
+        index = bisect.bisect_left(self.queue, (turn.order, turn.spec.turn_id, 0))
         del self.queue[index]
         self._fresh.discard(turn.spec.turn_id)
+
+    def _entry(self, turn_id: str) -> Entry:
+        turn = self.turns[turn_id]
+        return turn.order, turn_id, turn.need_tokens
 
     def try_again(self, turn_ids: Iterable[str]) -> None:
         """These turns may run where they could not before, for a reason no worker shows."""
@@ -102,11 +107,18 @@ class Placer:
         rooms: dict[_Class, int] = {}
         count = len(table)
         num_open = table.num_open
-        entries = list(self.queue) if len(gained) else sorted((self.turns[n].order, n) for n in self._fresh)
-        for _, turn_id in entries:
+        entries = list(self.queue) if len(gained) else sorted(self._entry(turn_id) for turn_id in self._fresh)
+        most_room: int | None = None
+        for _, turn_id, need_tokens in entries:
             if num_open == 0 or not (self._fresh or len(gained)):
                 break
             fresh = turn_id in self._fresh
+            if not fresh:
+                if most_room is None:
+                    mine = gained[table.open[gained]]
+                    most_room = int(table.room[mine].max()) if len(mine) else -1
+                if need_tokens > most_room:
+                    continue
             turn = self.turns[turn_id]
             kind = self._class_of(turn)
             mask = self._suiting(kind) & table.open[:count]
@@ -115,7 +127,7 @@ class Placer:
                 if room is None:
                     mine = gained[mask[gained]]
                     room = rooms[kind] = int(table.room[mine].max()) if len(mine) else -1
-                if turn.need_tokens > room:
+                if need_tokens > room:
                     continue
             mask = self._narrow(turn, mask, at_s)
             if self.params.affine_wait_s > 0 and len(self.queue) > num_open:
@@ -142,6 +154,7 @@ class Placer:
             self.remove(turn)
             yield turn, worker, candidate
             rooms.clear()
+            most_room = None
             if worker.inflight >= worker.slots:
                 num_open -= 1
         if num_open == 0:
@@ -310,7 +323,7 @@ class Placer:
 
     def check(self) -> None:
         """The queue is sorted and holds exactly the turns without a worker."""
-        assert self.queue == sorted(self.queue)
+        assert self.queue == sorted(self._entry(turn_id) for _, turn_id, _ in self.queue)
         waiting = sorted(name for name, turn in self.turns.items() if turn.worker is None)
-        assert waiting == sorted(turn_id for _, turn_id in self.queue)
+        assert waiting == sorted(turn_id for _, turn_id, _ in self.queue)
         assert self._fresh <= set(waiting)

@@ -104,7 +104,7 @@ class TurnLife:
 
     @property
     def queue(self) -> list[Entry]:
-        """Turns that wait, in order: ``((class, age, number), turn_id)``."""
+        """Turns that wait, in order: ``((class, age, number), turn_id, KV room it needs)``."""
         return self.placer.queue
 
     def forget_job(self, job: str) -> None:

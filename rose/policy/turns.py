@@ -256,7 +256,7 @@ class TurnBook(TurnLife):
         """Turns pinned to dedicated workers may run anywhere once none of these lives."""
         limit = self.params.pin_after_reclaims
         self.placer.try_again(
-            turn_id for _, turn_id in self.queue if self.turns[turn_id].num_reclaims >= limit
+            turn_id for _, turn_id, _ in self.queue if self.turns[turn_id].num_reclaims >= limit
         )
 
     # --- the clock ---------------------------------------------------------------------------------

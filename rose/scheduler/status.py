@@ -264,7 +264,7 @@ class Status:
         """``/status``."""
         now_s = dispatcher.now_s()
         book = dispatcher.book
-        queued = [book.turns[turn_id] for _, turn_id in book.queue]
+        queued = [book.turns[turn_id] for _, turn_id, _ in book.queue]
         held = Counter(turn.hold for turn in queued)
         by_job: dict[str, Counter[str]] = {}
         for turn in queued:

@@ -219,7 +219,7 @@ def disagreement(policy: str, seed: int) -> str | None:
         num_prompt_tokens=rng.choice([50, 300, 800]),
         max_tokens=60,
     )
-    before = {turn_id for _, turn_id in book.queue}
+    before = {turn_id for _, turn_id, _ in book.queue}
     loads = {worker.worker_id: (worker.inflight, worker.reserved_tokens) for worker in book.fleet}
     spy.asked = None
     actions = book.handle(probe)

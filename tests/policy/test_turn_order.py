@@ -59,7 +59,7 @@ def test_a_resumed_turn_goes_before_those_that_only_waited() -> None:
     submit(book, "waits", at_s=0.1)
     end(book, "old", 1, "abort", at_s=0.2, stop_reason=RECLAIMED)
     submit(book, "new", at_s=0.3)
-    assert [turn_id for _, turn_id in book.queue] == ["old", "new"]
+    assert [turn_id for _, turn_id, _ in book.queue] == ["old", "new"]
     assert book.turns["waits"].worker is not None  # "old" backs off from the worker that cut it
 
 
@@ -79,7 +79,7 @@ def test_the_longest_expected_rest_goes_first_but_age_wins_in_the_end() -> None:
     submit(book, "long", at_s=4.0)
     submit(book, "late", at_s=6.0, trajectory_id="t-long")
     # Worth 5 s and 3.75 s of age (three of four estimates are smaller): as if from -1 s and 2.25 s.
-    assert [turn_id for _, turn_id in book.queue] == ["long", "a", "b", "c", "late"]
+    assert [turn_id for _, turn_id, _ in book.queue] == ["long", "a", "b", "c", "late"]
 
 
 def test_the_oldest_group_goes_first_but_a_later_turn_overtakes_by_no_more_than_the_bound() -> None:
@@ -90,7 +90,7 @@ def test_the_oldest_group_goes_first_but_a_later_turn_overtakes_by_no_more_than_
     submit(book, "lone", at_s=4.5, group_id=None)
     submit(book, "old-3", at_s=9.0, group_id="old")
     # As if from 0 s, 3 s, 0 s, 4.5 s, and 9 - 5 = 4 s.
-    assert [turn_id for _, turn_id in book.queue] == ["old-1", "old-2", "young-1", "old-3", "lone"]
+    assert [turn_id for _, turn_id, _ in book.queue] == ["old-1", "old-2", "young-1", "old-3", "lone"]
 
 
 def test_groups_that_began_together_take_turns_where_a_share_of_their_age_counts() -> None:
@@ -103,7 +103,7 @@ def test_groups_that_began_together_take_turns_where_a_share_of_their_age_counts
     submit(book, "first-3", at_s=12.0, group_id="first")
     # As if from 0 s, 0.4 s, 10 s, 10 - 0.75 * 9.6 = 2.8 s, 11 - 0.75 * 11 = 2.75 s, and 3 s: 0.4 s of age are not worth 2 s of waiting.
     order = ["first-1", "second-1", "first-2", "second-2", "first-3", "late"]
-    assert [turn_id for _, turn_id in book.queue] == order
+    assert [turn_id for _, turn_id, _ in book.queue] == order
 
 
 def test_in_a_full_fleet_a_turn_waits_a_moment_for_a_slot_where_its_prefix_is() -> None:
@@ -151,7 +151,7 @@ def test_groups_of_two_jobs_are_not_mistaken_for_each_other() -> None:
     submit(book, "a", at_s=0.0, job="j", group_id="g")
     submit(book, "b", at_s=1.0, job="k", group_id="x")
     submit(book, "c", at_s=2.0, job="k", group_id="g")
-    assert [turn_id for _, turn_id in book.queue] == ["a", "b", "c"]
+    assert [turn_id for _, turn_id, _ in book.queue] == ["a", "b", "c"]
 
 
 def test_what_is_expected_of_a_turn_is_learned_per_kind_of_task() -> None:
