@@ -320,11 +320,15 @@ class ControlRoutes:
 
     async def resume(self, request: web.Request) -> web.Response:
         body = await read_wire(request, Resume)
-        self._store.check_run(request.match_info["job"], body.run or "")
-        actions = self._store.resume(
-            request.match_info["job"], body.attempt, body.consumed, body.consumer or ""
-        )
+        job = request.match_info["job"]
+        self._store.check_run(job, body.run or "")
+        actions = self._store.resume(job, body.attempt, body.consumed, body.consumer or "")
         self._carry_out(actions)
+        cancelled, forsaken = list[sp.Action](), list[sp.Action]()
+        if body.afresh:
+            cancelled = self._store.cancel_running(job, "afresh")
+            forsaken = self._store.forsake_waiting(job)
+            self._carry_out([*cancelled, *forsaken])
         await self._store.journal.commit()
         returned = [
             name for action in actions if isinstance(action, sp.Returned) for name in action.group_ids
@@ -332,7 +336,14 @@ class ControlRoutes:
         dropped = [
             name for action in actions if isinstance(action, sp.Consumed) for name in action.trajectory_ids
         ]
-        return json_response(ResumedJob(returned_groups=len(set(returned)), consumed=len(dropped)))
+        return json_response(
+            ResumedJob(
+                returned_groups=len(set(returned)),
+                consumed=len(dropped),
+                dropped_groups=len(forsaken),
+                cancelled=len(cancelled),
+            )
+        )
 
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)

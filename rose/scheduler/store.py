@@ -386,6 +386,25 @@ class TrajectoryStore(Books):
     def resume(self, job: str, attempt: int, consumed: list[str], consumer: str = "") -> list[sp.Action]:
         return self._write(ResumeRecord(job=job, attempt=attempt, consumed=consumed, consumer=consumer))
 
+    def cancel_running(self, job: str, reason: str) -> list[sp.Action]:
+        """End all trajectories of the job that no agent has finished."""
+        members = [name for key, group in self.book.groups.items() if key[0] == job for name in group.members]
+        actions: list[sp.Action] = []
+        for name in members:
+            sample = self.book.samples.get(name)
+            if sample is not None and sample.state is sp.SampleState.RUNNING:
+                actions.extend(self._write(CancelRecord(id=name, reason=reason)))
+        return actions
+
+    def forsake_waiting(self, job: str) -> list[sp.Action]:
+        """Give up all groups of the job of which nothing runs and that no trainer has, incomplete ones too."""
+        groups = [group for key, group in self.book.groups.items() if key[0] == job]
+        actions: list[sp.Action] = []
+        for group in groups:
+            if self.book.is_waiting(group):
+                actions.extend(self._write(UnleasedRecord(job=job, group_id=group.group_id)))
+        return actions
+
     def expire(self, at_s: float) -> list[sp.Action]:
         """Return the batches whose trainer has gone quiet."""
         actions: list[sp.Action] = []

@@ -356,10 +356,25 @@ class SchedulerClient:
         consumed: Sequence[str],
         run: str | None = None,
         consumer: str | None = None,
-    ) -> None:
-        """A trainer starts: its open leases return, except what ``consumed`` names.  Those of other consumers stay."""
-        body = Resume(attempt=attempt, consumed=list(consumed), run=run, consumer=consumer)
-        await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
+        afresh: bool = False,
+    ) -> tuple[int, int]:
+        """A trainer starts: its open leases return, except what ``consumed`` names.  Those of other consumers stay.
+
+        Args:
+            afresh: It goes on from nothing: what was sampled for the job before is given up.
+
+        Returns:
+            Groups that were given up, and trajectories of them that still ran.
+        """
+        body = Resume(
+            attempt=attempt,
+            consumed=list(consumed),
+            run=run,
+            consumer=consumer,
+            afresh=True if afresh else None,  # not said: a scheduler of before knows no such field
+        )
+        answer = await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
+        return (_field(answer, "dropped_groups", int), _field(answer, "cancelled", int)) if afresh else (0, 0)
 
     def _by(self, role: str) -> dict[str, str]:
         token = self._tokens[role]

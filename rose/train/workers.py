@@ -200,6 +200,8 @@ class TrainWorker:
             await self._client.latest_attempt(self._config.job),
             await asyncio.to_thread(self._published_attempt),
         )
+        if found is None and self._attempt > 1:
+            await self._begin_afresh()
         # Claims the number before anyone hears it: a death right after this leaves the attempt used up.
         await self._save()
         await self._resume()
@@ -537,6 +539,25 @@ class TrainWorker:
         await self._client.resume(
             job=self._config.job, attempt=self._attempt, consumed=consumed, run=self._run
         )
+
+    async def _begin_afresh(self) -> None:
+        """Give up what an earlier life of the job, of which this folder knows nothing, has left at the scheduler.
+
+        Its episodes may be of another environment or have another reward.  Before the attempt is claimed, and under the last one's number:
+        after a death from here on the same is done again.
+        """
+        groups, running = await self._client.resume(
+            job=self._config.job, attempt=self._attempt - 1, consumed=(), run=self._run, afresh=True
+        )
+        if groups or running:
+            logger.warning(
+                "job '%s' has run before and begins afresh, for %s holds no checkpoint: %d groups that were sampled for it are given up, "
+                "and %d episodes that still ran",
+                self._config.job,
+                self._directory,
+                groups,
+                running,
+            )
 
     @property
     def _num_resumed(self) -> int:

@@ -277,6 +277,10 @@ class ResumedJob(TypedDict):
     """That can be leased again."""
     consumed: int
     """Trajectories that were trained on, and do not come back."""
+    dropped_groups: int
+    """That waited, given up for who begins afresh."""
+    cancelled: int
+    """Trajectories that still ran, ended for the same reason."""
 
 
 class RequiredVersion(TypedDict):

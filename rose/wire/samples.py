@@ -111,6 +111,8 @@ class Resume(_Body):
     run: RunName | None = None
     """Under which name it publishes."""
     consumer: Name | None = None
+    afresh: bool | None = None
+    """It goes on from nothing: what was sampled for the job so far and no trainer has is given up."""
 
 
 class NewVersion(_Body):

@@ -104,11 +104,40 @@ async def test_a_restarted_trainer_resumes(world: World) -> None:
     resumed = await world.ok(
         "POST", "/rose/v1/jobs/job/resume", {"attempt": 2, "consumed": [names[0]]}, role="trainer"
     )
-    assert resumed == {"returned_groups": 2, "consumed": 1}
+    assert resumed == {"returned_groups": 2, "consumed": 1, "dropped_groups": 0, "cancelled": 0}
     batch = await world.ok(
         "POST", "/rose/v1/batches/lease", {**lease, "num_groups": 1, "version": [2, 0]}, role="trainer"
     )
     assert [t["id"] for t in batch["trajectories"]] == [names[1]]
+
+
+async def test_a_trainer_that_begins_afresh_gets_nothing_that_was_sampled_before(world: World) -> None:
+    await world.start()
+    await world.add("a")
+
+    async def member(group: str, size: int, *, is_done: bool) -> str:
+        name = await world.trajectory(group_id=group, group_size=size)
+        if is_done:
+            await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+        return name
+
+    await member("leased", 1, is_done=True)
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 600}
+    await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    await member("waits", 1, is_done=True)
+    await member("half", 2, is_done=True)
+    running = [await member("half", 2, is_done=False), await member("runs", 1, is_done=False)]
+    other = await world.trajectory(job="another")
+
+    resumed = await world.ok(
+        "POST", "/rose/v1/jobs/job/resume", {"attempt": 1, "consumed": [], "afresh": True}, role="trainer"
+    )
+    assert resumed == {"returned_groups": 1, "consumed": 0, "dropped_groups": 3, "cancelled": 2}
+    for name in running:
+        finish = f"/rose/v1/trajectories/{name}/finish"
+        assert (await world.call("POST", finish, {"reward": 1}))[0] == 410
+    assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+    await world.ok("POST", f"/rose/v1/trajectories/{other}/finish", {"reward": 1})
 
 
 async def test_a_trainer_that_begins_anew_far_below_its_own_steps_hears_what_it_loses(

@@ -125,7 +125,7 @@ async def test_a_consumer_that_starts_again_gives_back_its_own_only(world: World
         await ids_of(world, name, **({"consumer": consumer} if consumer else {}))
     resume = {"attempt": 7, "consumed": [], "consumer": "a"}
     answer = await world.ok("POST", "/rose/v1/jobs/job/resume", resume, role="trainer")
-    assert answer == {"returned_groups": 1, "consumed": 0}
+    assert answer == {"returned_groups": 1, "consumed": 0, "dropped_groups": 0, "cancelled": 0}
     assert await ids_of(world, "b1", consumer="b") == names[1:2]
     # Its attempt is its own: what the others trained on is still taken.
     for name in ("b1", "n1"):

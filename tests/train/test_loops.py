@@ -33,6 +33,7 @@ from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, Script, assert_applied_once, consumed_of, run
 from tests.train.ray_world import job_table
+from tests.train.test_rollout import client_of
 from tests.train.world import World, running_world
 
 pytestmark = pytest.mark.timeout(300)
@@ -356,6 +357,25 @@ async def test_a_wiped_output_folder_does_not_give_two_lives_one_name(world: Wor
     script, _, second = await run(world, {}, num_steps=1)
     assert (first.attempt, second.attempt) == (1, 2)  # the scheduler remembers
     assert script.records[0]["step"] == 0
+
+
+async def test_who_begins_afresh_under_a_known_name_trains_on_nothing_of_the_life_before(
+    world: World,
+) -> None:
+    """Its environment and its reward may have been others."""
+    _, config, _ = await run(world, {}, num_steps=1)
+    shutil.rmtree(config.output_dir)
+    async with client_of(world) as client:
+        old = [
+            await client.create_trajectory(job=config.job, group_id="old", group_size=4, task={})
+            for _ in range(4)
+        ]
+        for reward, name in enumerate(old):
+            await client.finish(name.id, reward=float(reward), success=False, info={})
+    await run(world, {}, num_steps=1)
+    assert not {one.id for one in old} & set(consumed_of(config)[0])
+    assert world.scheduler is not None
+    assert world.scheduler.store.book.counts(config.job)["cancelled"] == 4
 
 
 def test_the_attempt_that_published_last_counts_too(tmp_path: Path, policy_model: Path) -> None:
