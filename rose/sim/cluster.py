@@ -372,23 +372,27 @@ class SimCluster:
             else:
                 self.counters.kills += 1
                 self.journal.write(now_s, "kill", name)
-                self.queue.at(now_s, self._kill, name)
+                self.queue.at(now_s, self.kill, name)
 
     def _deadline(self, now_s: float, name: str) -> None:
         node = self.nodes[name]
         if node.cut_due and node.lending is not None and node.registered:
             self._rollout_report(name, node, now_s)
 
-    def _kill(self, now_s: float, name: str) -> None:
+    def kill(self, now_s: float, name: str) -> None:
+        """Its agent ends the rollout engine for a late cut."""
         node = self.nodes[name]
         if node.registered:
-            self.stop(name, keep_tokens=False, reason="killed")
+            self._lose(name, "killed")
             self.report(name, node, now_s)
-            self.queue.at(now_s + self.scenario.fleet.restart_s, self._restart, name)
 
     def fail(self, name: str) -> None:
-        """The rollout engine crashed: what it had not answered is lost.  The scheduler finds its connections broken."""
-        if self._end(name, keep_tokens=False, reason="crash"):
+        """The rollout engine crashed."""
+        self._lose(name, "crash")
+
+    def _lose(self, name: str, reason: str) -> None:
+        """What the engine had not answered is lost.  The scheduler finds its connections broken."""
+        if self._end(name, keep_tokens=False, reason=reason):
             self.feed(te.WorkerLost(at_s=self.queue.now_s, worker_id=name, reason="lost"))
             self.queue.at(self.queue.now_s + self.scenario.fleet.restart_s, self._restart, name)
 

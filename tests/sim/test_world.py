@@ -76,9 +76,9 @@ def test_books_balance_at_the_end_whatever_happened(system: str) -> None:
     assert run.ttft_s
 
 
-@pytest.mark.parametrize(("how", "left"), [("crashes", 4), ("is taken away", 5)])
-def test_an_engine_that_crashes_costs_its_turns_a_failure(how: str, left: int) -> None:
-    """As a live one does; until it is back, the scheduler knows it for dead."""
+@pytest.mark.parametrize(("how", "left"), [("crashes", 4), ("is killed", 4), ("is taken away", 5)])
+def test_an_engine_that_crashes_or_is_killed_costs_its_turns_a_failure(how: str, left: int) -> None:
+    """As a live one does, for whose scheduler connections break; until it is back, that knows it for dead."""
     world = SimWorld(tiny(num_steps=1), SYSTEMS["fixed_sync"], EventDigest(None), None)
     cluster = world.cluster
     found: list[tuple[int, bool]] = []
@@ -88,6 +88,8 @@ def test_an_engine_that_crashes_costs_its_turns_a_failure(how: str, left: int) -
         assert running
         if how == "crashes":
             cluster.fail("d0")
+        elif how == "is killed":
+            cluster.kill(now_s, "d0")
         else:
             cluster.stop("d0", keep_tokens=True, reason="returned")
         worker = cluster.book.fleet.workers.get("d0")
@@ -97,7 +99,7 @@ def test_an_engine_that_crashes_costs_its_turns_a_failure(how: str, left: int) -
     world.queue.at(3.0, at)
     world.run(None)
     world.check()
-    assert set(found) == {(left, how == "crashes")}
+    assert set(found) == {(left, how != "is taken away")}
 
 
 @pytest.mark.parametrize("moment", [7.3, 41.9, 77.7])
