@@ -35,6 +35,7 @@ from rose.scheduler.engine import (
     EngineFailure,
     Output,
     TokenLogprob,
+    is_too_long,
 )
 from rose.wire.pool import PendingRequest
 from rose.wire.turns import ASKED_RUN
@@ -574,7 +575,7 @@ def turn_error(ended: te.TurnEnded) -> RoseError:
             )
         case "data":
             text = ended.message
-            long = "context length" in text or "max_model_len" in text
-            return RequestError(text, code="context_length_exceeded" if long else "invalid_request")
+            code = "context_length_exceeded" if is_too_long(text) else "invalid_request"
+            return RequestError(text, code=code)
         case _:
             return EngineError(f"the engines failed: {ended.message}")

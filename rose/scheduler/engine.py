@@ -371,12 +371,25 @@ class _failures:
             raise EngineFailure(f"{worker} cannot be asked: {error}", kind="lost") from error
 
 
+_NO_ROOM = "max_tokens must be at least 1, got 0"
+"""vLLM 0.32 of a prompt of exactly the context length: it has cut our limit, at least 1, down to the room that is left."""
+_TOO_LONG = ("context length", "max_model_len", "maximum model length", _NO_ROOM)
+
+
+def is_too_long(message: str) -> bool:
+    """Whether an engine refuses a prompt for its length: it says so in words only."""
+    return any(words in message for words in _TOO_LONG)
+
+
 def refused_request(failure: EngineFailure) -> RequestError | None:
     """The 4xx that is the client's to see, or None when the fault is not theirs."""
     if failure.kind != "data":
         return None
-    message = failure.message
-    long = "context length" in message or "max_model_len" in message or "maximum model length" in message
+    message, long = failure.message, is_too_long(failure.message)
+    if message.startswith(_NO_ROOM):
+        message = (
+            f"the prompt fills the context length, which leaves no room for a token of output ({message})"
+        )
     status = 404 if failure.http_status == 404 else 400
     return RequestError(
         message,

@@ -392,8 +392,11 @@ class FakeEngine(FakeText):
         features: dict[str, Any] | None = None,
         many: bool = False,
     ) -> web.Response:
-        if len(token_ids) + body.get("max_tokens", 1) > self.max_model_len:
+        room = self.max_model_len - len(token_ids)
+        if room < 0:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        if room < 1:  # as vLLM has it, which cuts the limit down to what is left before it looks at it
+            return _error(400, f"max_tokens must be at least 1, got {room}.")
         body = self.generation_config | body
         if (body.get("min_tokens") or 0) > body.get("max_tokens", 16):
             return _least_above_most(body)

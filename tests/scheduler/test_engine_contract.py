@@ -184,6 +184,20 @@ async def test_a_prompt_that_is_too_long_is_the_clients_fault(client: EngineClie
     assert refused.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+async def test_a_render_that_leaves_no_room_for_a_token_is_too_long(
+    client: EngineClient, engine: Endpoint, beyond: int
+) -> None:
+    model, limit = await model_of(engine)
+    body = {"model": model, "prompt": [5] * (limit + beyond), "max_tokens": 1}
+    with pytest.raises(EngineFailure) as failure:
+        await client.call(engine, "/v1/completions/render", body)
+    refused = refused_request(failure.value)
+    assert refused is not None
+    assert refused.code == "context_length_exceeded"
+    assert "context length" in refused.message
+
+
 async def test_rendered_sampling_parameters_are_accepted_by_generate(
     client: EngineClient, engine: Endpoint
 ) -> None:

@@ -168,6 +168,17 @@ async def test_a_prompt_that_fits_no_context_is_refused(world: World) -> None:
     assert (got, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+async def test_a_prompt_of_exactly_the_context_length_is_refused_as_one_beyond_it(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    body = {"messages": [user("x" * 60)], "max_tokens": 4}
+    engine.max_model_len = len(engine.tokenizer.chat(body))
+    got, answer = await world.call("POST", "/v1/chat/completions", body)
+    assert (got, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == "messages"
+    assert "the prompt fills the context length" in answer["error"]["message"]
+
+
 async def test_what_the_engine_refuses_is_passed_on_with_its_message(world: World) -> None:
     await world.start()
     await world.add("a")
