@@ -37,6 +37,8 @@ STOP_TIMEOUT_S = 15.0
 """Longer than a manager waits for a scheduler that does not answer."""
 START_TIMEOUT_S = 300.0
 """For an actor that has room: Ray notices the death of a node after half a minute, and starts it elsewhere."""
+TROUBLE_EVERY_S = 30.0
+"""Between two looks at what keeps the rewards from coming that a manager waits for."""
 MAX_GIVEN_UP = 2
 """Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
 MAX_REMEMBERED = 10_000
@@ -98,6 +100,9 @@ class Actors:
         self._managers: list[Any] = [None] * self._room.num_managers
         self._trainer: Any = None
         self._ranks: list[Any] = []
+        self._told: set[tuple[str, str]] = set()
+        """Troubles of rewards that the log has: task and sort."""
+        self._looked_s: dict[int, float] = {}
 
     @property
     def num_managers(self) -> int:
@@ -271,7 +276,33 @@ class Actors:
         return [report for report in reports if isinstance(report, RolloutReport)]
 
     async def run_on(self, manager: int, plans: Sequence[GroupPlan]) -> RolloutReport:
-        return await answer_of(self._managers[manager].run.remote(list(plans)))
+        return await self._playing(manager, self._managers[manager].run.remote(list(plans)))
+
+    async def _playing(self, manager: int, reference: Any) -> Any:
+        """:func:`answer_of` a call that plays episodes.  Why their rewards do not come is logged meanwhile, once: a step that waits
+        for them says nothing until it ends."""
+        answer = asyncio.ensure_future(answer_of(reference))
+        try:
+            while not (await asyncio.wait({answer}, timeout=TROUBLE_EVERY_S))[0]:
+                await self._tell_trouble(manager)
+            return await answer
+        finally:
+            answer.cancel()
+
+    async def _tell_trouble(self, manager: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s.get(manager, -TROUBLE_EVERY_S) < TROUBLE_EVERY_S:
+            return  # another of its calls has looked
+        self._looked_s[manager] = now_s
+        try:
+            asked = answer_of(self._managers[manager].reward_trouble.remote())
+            found = await asyncio.wait_for(asked, PING_TIMEOUT_S)
+        except (ActorDied, RoseError, TimeoutError):
+            return  # the call itself will say so
+        for name, sort, words in found:
+            if (name, sort) not in self._told:
+                self._told.add((name, sort))
+                logger.warning("rewards%s: %s", f" of {name}" if name else "", words)
 
     async def stop_episodes(self) -> None:
         """The run is over: what managers still play is for nobody.  Without it engines would go on with it until the scheduler
@@ -314,14 +345,17 @@ class Actors:
         """
         version = await answer_of(self._trainer.pin.remote(eval_job(self.config)))
         shares = [
-            (part, manager, share)
+            (part, index, share)
             for part, tasks in self._eval_tasks.items()
-            for index, manager in enumerate(self._managers)
+            for index in range(self.num_managers)
             if (share := tasks[index :: self.num_managers])
         ]
         try:
             found = await asyncio.gather(
-                *(answer_of(manager.evaluate.remote(part, share)) for part, manager, share in shares)
+                *(
+                    self._playing(index, self._managers[index].evaluate.remote(part, share))
+                    for part, index, share in shares
+                )
             )
         except RoseError as error:
             raise EvaluationFailed(error.message, field=error.field, fix=error.fix) from error
@@ -353,6 +387,9 @@ class RayRewardWorker:
 
         make: Any = ray.remote(num_cpus=0)(RewardWorker)
         self._actor = make.remote(reward.kind, reward.settings)
+
+    async def ready(self) -> None:
+        await answer_of(self._actor.ready.remote())
 
     async def score(self, task: Any, messages: Any, info: Any) -> float:
         return await answer_of(self._actor.score.remote(task, messages, info))

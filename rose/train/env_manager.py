@@ -134,6 +134,14 @@ class EnvManager:
         runners = [*self._runners.values(), *self._evaluators.values()]
         return sum(one.num_started for one in runners), sum(one.num_ended for one in runners)
 
+    async def reward_trouble(self) -> list[tuple[str, str, str]]:
+        """What keeps rewards from coming: name of the task, sort, words; see :meth:`rose.train.rewards.RewardPool.trouble`."""
+        return [
+            (name, sort, words)
+            for name, pool in self._pools.items()
+            for sort, words in pool.trouble().items()
+        ]
+
     async def stop(self) -> None:
         """End every episode that runs, see :meth:`rose.train.rollout.EpisodeRunner.close`."""
         runners = [*self._runners.values(), *self._evaluators.values()]

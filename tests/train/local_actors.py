@@ -72,6 +72,9 @@ class LocalRewards:
     def __init__(self, reward: RewardSettings) -> None:
         self._worker = RewardWorker(reward.kind, reward.settings)
 
+    async def ready(self) -> None:
+        pass
+
     async def score(self, task: Any, messages: Any, info: Any) -> float:
         return await self._worker.score(task, messages, info)
 

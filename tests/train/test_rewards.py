@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from rose.auth import Tokens
+from rose.config import load_config
 from rose.errors import ConfigError, TrainError
+from rose.train.env_manager import EnvManager
 from rose.train.envs.base import Observation
 from rose.train.rewards import PoolParams, RewardPool, RewardWorker, make_reward
+from rose.train.train_config import TrainConfig
+from tests.train.local_actors import LocalActor, LocalActors
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FINAL = Observation(done=True, info={"turns": 2})
 
 
 class Fake:
-    """A worker whose answers are given; an exception among them is raised, ``wait`` never answers."""
+    """A worker whose answers are given; an exception among them is raised, ``wait`` never answers.
 
-    def __init__(self, answers: list[Any]) -> None:
+    Args:
+        up: Set when it has started; None: it has.
+    """
+
+    def __init__(self, answers: list[Any], up: asyncio.Event | None = None) -> None:
         self._answers = answers
+        self._up = up
         self.killed = False
 
+    async def ready(self) -> None:
+        if self._up is not None:
+            await self._up.wait()
+
     async def score(self, task: Any, messages: Any, info: Any) -> float:
+        await self.ready()  # what is asked of an actor that starts waits for its start
         answer = self._answers.pop(0) if self._answers else 1.0
         if answer == "wait":
             await asyncio.Event().wait()
@@ -38,11 +55,13 @@ class Fake:
         self.killed = True
 
 
-def pool_of(answers: list[Any], **params: Any) -> tuple[RewardPool, list[Fake]]:
+def pool_of(
+    answers: list[Any], up: asyncio.Event | None = None, **params: Any
+) -> tuple[RewardPool, list[Fake]]:
     made: list[Fake] = []
 
     def spawn() -> Fake:
-        made.append(Fake(answers))
+        made.append(Fake(answers, up))
         return made[-1]
 
     return RewardPool(spawn, PoolParams(**params)), made
@@ -53,6 +72,100 @@ async def test_a_worker_that_dies_or_hangs_is_replaced_and_the_request_goes_on()
     assert await pool.score({}, [], FINAL) == 0.5
     assert [one.killed for one in made] == [True, True, False]
     assert (pool.num_workers, pool.num_replaced, pool.num_scored) == (1, 2, 1)
+
+
+async def many_turns() -> None:
+    """Every limit of nothing that is waited for is over, and all who can go on have."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_start_of_a_worker_is_not_of_the_time_of_a_request() -> None:
+    up = asyncio.Event()
+    pool, made = pool_of([0.5], up, timeout_s=0.0, max_retries=0)
+    scoring = asyncio.create_task(pool.score({}, [], FINAL))
+    await many_turns()
+    up.set()
+    assert await scoring == 0.5
+    assert (len(made), pool.num_replaced) == (1, 0)
+
+
+async def test_a_worker_that_does_not_start_is_replaced_and_both_limits_are_named() -> None:
+    pool, made = pool_of([], asyncio.Event(), start_timeout_s=0.01, max_retries=1)
+    with pytest.raises(TrainError, match=r"failed 2 times: a reward worker did not start within 0\.01 s"):
+        await pool.score({}, [], FINAL)
+    assert [one.killed for one in made] == [True, True]
+    pool, _ = pool_of(["wait"] * 2, timeout_s=0.01, max_retries=1)
+    with pytest.raises(TrainError, match=r"failed 2 times: no answer within 0\.01 s \(reward\.timeout_s\)"):
+        await pool.score({}, [], FINAL)
+
+
+async def test_a_worker_goes_on_starting_when_the_request_that_waits_for_it_is_cancelled() -> None:
+    up = asyncio.Event()
+    pool, made = pool_of([0.5], up)
+    straggler = asyncio.create_task(pool.score({}, [], FINAL))
+    await many_turns()
+    straggler.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await straggler
+    up.set()
+    assert await pool.score({}, [], FINAL) == 0.5
+    assert (len(made), made[0].killed) == (1, False)
+
+
+async def test_what_keeps_rewards_from_coming_is_told_until_they_come() -> None:
+    up = asyncio.Event()
+    pool, _ = pool_of([TrainError("no sandbox"), TrainError("no disk"), 1.0], up, max_retries=1)
+    assert pool.trouble(slow_s=0.0) == {}  # nobody waits for the worker that starts
+    scoring = asyncio.create_task(pool.score({}, [], FINAL))
+    await many_turns()
+    assert list(pool.trouble(slow_s=0.0)) == ["start"]
+    assert pool.trouble(slow_s=3600.0) == {}
+    up.set()
+    with pytest.raises(TrainError):
+        await scoring
+    assert pool.trouble() == {"tries": "2 tries in a row came to nothing, the last: no disk"}
+    await pool.score({}, [], FINAL)
+    assert pool.trouble() == {}
+
+
+class Waiting(EnvManager):
+    """Its group waits for a reward, and no more."""
+
+    async def run(self, plans: Any) -> Any:
+        (task,) = self._tasks.values()
+        pool = self._rewarder(task)
+        assert pool is not None
+        await pool.score({}, [], FINAL)
+
+
+async def test_who_waits_for_a_slow_reward_worker_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rose.train.actors.TROUBLE_EVERY_S", 0.0)
+    monkeypatch.setattr("rose.train.rewards.SLOW_START_S", 0.0)
+    config = load_config(TrainConfig, EXAMPLES / "frozenlake_grpo.toml", ['reward.kind="exact_match"'])
+    up, looks = asyncio.Event(), 0
+
+    class Looked(Waiting):
+        async def reward_trouble(self) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                up.set()
+            return await super().reward_trouble()
+
+    tokens = Tokens.generate()
+    actors = LocalActors(config, tokens, None)
+    manager = Looked(config, tokens, lambda _: Fake([], up))
+    actors._managers = [LocalActor(manager)]
+    async with asyncio.timeout(10):
+        await actors.run_on(0, [])
+    told = [one.getMessage() for one in caplog.records if one.name == "rose.train.actors"]
+    assert len(told) == 1
+    assert "a reward worker is still starting after" in told[0]
+    assert looks >= 3
+    await manager.close()
 
 
 async def test_a_function_that_fails_is_tried_again_and_then_named_never_zero() -> None:
