@@ -5,7 +5,7 @@ Used by the node agent (the rollout engine) and the demo (everything).  It decid
 - A child runs in a session of its own (a Ctrl-C in the terminal reaches only us), on given cores, in a given
   scheduling class, below a *guard* process (``rose.proc_guard``).  When we die, even by SIGKILL, the
   guard kills the child and all its descendants: no engine is left without an owner.
-- ``wait_ready`` ends early, with the last lines of the log, when the child dies.
+- ``wait_ready`` ends early, with the first error in the log and its last lines, when the child dies.
 - ``terminate`` returns only when no process of the tree is left, or raises.
 
 Secrets belong in ``env`` (or better in a file named there), never in ``argv``: every user can read argv.
@@ -36,6 +36,7 @@ from typing import BinaryIO, Literal
 import psutil
 
 from rose.errors import ConfigError, EngineError
+from rose.proc_log import first_error_in
 from rose.proc_share import IdleShare, idle_share
 from rose.proc_tree import GUARD_S, processes_below, set_class
 
@@ -88,7 +89,12 @@ class Child:
     """A running program.  Made by :meth:`start`.  Methods may be called from any one thread at a time."""
 
     def __init__(
-        self, spec: ProcSpec, guard: subprocess.Popen[bytes], pid_pipe: BinaryIO, share: IdleShare | None
+        self,
+        spec: ProcSpec,
+        guard: subprocess.Popen[bytes],
+        pid_pipe: BinaryIO,
+        share: IdleShare | None,
+        log_start: int = 0,
     ) -> None:
         self.spec = spec
         self.share = share
@@ -97,6 +103,8 @@ class Child:
         self._pid_pipe = pid_pipe
         self._pid: int | None = None
         self._stopping = False
+        self._log_start = log_start
+        """Where its own output begins in the log, in bytes: others may have written there before."""
         self.started_s = time.monotonic()
 
     @classmethod
@@ -133,6 +141,7 @@ class Child:
                 }
             )
             log = open_log(spec)
+            log_start = os.fstat(log).st_size if log >= 0 else 0
             try:
                 guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), settings, program, *spec.argv[1:]],
@@ -154,7 +163,7 @@ class Child:
             raise ConfigError(f"cannot be started: {error.strerror}", field=spec.name) from error
         finally:
             os.close(pid_write)
-        return cls(spec, guard, os.fdopen(pid_read, "rb", buffering=0), share)
+        return cls(spec, guard, os.fdopen(pid_read, "rb", buffering=0), share, log_start)
 
     @property
     def guard_pid(self) -> int:
@@ -219,7 +228,7 @@ class Child:
         """Block until ``probe`` succeeds; seconds it took.
 
         Raises:
-            EngineError: The child died, was stopped, or ``timeout_s`` is over; ends with its last log lines.
+            EngineError: The child died, was stopped, or ``timeout_s`` is over; ends with its first error and last log lines.
         """
         started_s = time.monotonic()
         while not _probe(probe):
@@ -252,10 +261,13 @@ class Child:
             progress(waited_s)
 
     def _last_words(self) -> str:
-        tail = self.log_tail()
-        if not tail:
+        tail, path = self.log_tail(), self.spec.log_path
+        if not tail or path is None:
             return ""
-        return f"; the end of {self.spec.log_path}:\n{tail}"
+        first = first_error_in(path, self._log_start)
+        if first and first not in tail:  # far above it, where several processes have handed it on
+            return f"; its first error: {first}; the end of {path}:\n{tail}"
+        return f"; the end of {path}:\n{tail}"
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number`` to the program alone (tests: SIGSTOP, SIGKILL)."""

@@ -193,6 +193,42 @@ def test_waiting_for_a_child_that_dies_fails_fast_with_its_last_words(tmp_path: 
     child.terminate()
 
 
+DIES_AS_VLLM = """
+import sys
+worker = "(VllmWorker-0 pid=3782) ERROR 11-28 10:41:07 [multiproc_executor.py:953] "
+print("(APIServer pid=3488) WARNING 11-28 10:38:16 [utils.py:255] Found ulimit, as with OSError: [Errno 24]")
+print(worker + "WorkerProc failed to start.")
+print(worker + "Traceback (most recent call last):")
+print(worker + '  File "cpu_worker.py", line 83, in __init__')
+print(worker + "    raise ValueError(")
+print(worker + "ValueError: Available memory on node 0 (9.07/14.96 GiB) is less than desired")
+core = "(EngineCore pid=3649) ERROR 11-28 10:41:13 [core.py:1510] "
+print(core + "Traceback (most recent call last):")
+for number in range(130):
+    print(core + f'  File "core.py", line {number}, in run')
+print(core + "RuntimeError: worker failed")
+print("Traceback (most recent call last):")
+for number in range(30):
+    print(f'  File "utils.py", line {number}, in wait_for_engine_startup')
+sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
+"""
+
+
+def test_what_a_child_died_of_is_named_also_where_it_stands_far_above_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "e.log"
+    log.write_text("Traceback (most recent call last):\nKeyError: 'of the start before'\n")
+    child = Child.start(python("engine", DIES_AS_VLLM, log_path=log))
+    with pytest.raises(EngineError) as caught:
+        child.wait_ready("http://127.0.0.1:1/health", timeout_s=60.0)
+    child.terminate()
+    first, *tail = str(caught.value).splitlines()
+    assert first == (
+        "engine: ended with 1 before it was ready; its first error: ValueError: Available memory on node 0 "
+        f"(9.07/14.96 GiB) is less than desired; the end of {log}:"
+    )
+    assert tail[-1].startswith("RuntimeError: Engine core initialization failed")
+
+
 def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = [free_port() for _ in range(20)]
