@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -25,6 +27,7 @@ from rose.train.train_config import TrainConfig
 
 WATCH_EVERY_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
+PREFIX, LOCK = "rose-ray-", "lock"
 RAY_PROCESSES = ("raylet", "gcs_server")
 
 ray_died = threading.Event()
@@ -204,34 +207,71 @@ def _private(config: TrainConfig) -> Iterator[None]:
     import ray
 
     settings = config.ray
-    own_dir = Path(tempfile.mkdtemp(prefix="rose-ray-"))
-    directory = (
-        settings.temp_dir or own_dir / "r"
-    ).absolute()  # below ours, because Ray opens its own to everybody
+    with own_folder() as folder:
+        # Below ours, because Ray opens its own to everybody.
+        directory = (settings.temp_dir or folder / "r").absolute()
+        try:
+            with on_loopback():
+                try:
+                    _make_token(folder)
+                    ray.init(
+                        address="local",  # or RAY_ADDRESS would win
+                        num_cpus=max(
+                            settings.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks
+                        ),
+                        num_gpus=config.trainer.num_ranks if config.trainer.device == "cuda" else 0,
+                        include_dashboard=False,
+                        object_store_memory=settings.object_store_bytes,
+                        logging_level=logging.ERROR,
+                        log_to_driver=False,
+                        _node_ip_address="127.0.0.1",
+                        _temp_dir=str(directory),
+                    )
+                except Exception as error:
+                    # Ray has no class of its own for a node that did not start in time.
+                    raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
+                with _watched(ray_processes(directory), own=True):
+                    yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """For the token and the files of a private cluster; removed at the end, and after a driver that was killed by the next one.
+
+    The lock in it is held for as long as the run lives.  A folder that has none yet may be of one that is just being begun.
+    """
+    _remove_left()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = os.open(folder / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with on_loopback():
-            try:
-                _make_token(own_dir)
-                ray.init(
-                    address="local",  # or RAY_ADDRESS would win
-                    num_cpus=max(
-                        settings.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks
-                    ),
-                    num_gpus=config.trainer.num_ranks if config.trainer.device == "cuda" else 0,
-                    include_dashboard=False,
-                    object_store_memory=settings.object_store_bytes,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(directory),
-                )
-            except Exception as error:  # Ray has no class of its own for a node that did not start in time
-                raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-            with _watched(ray_processes(directory), own=True):
-                yield
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(folder / "new", folder / LOCK)  # nobody sees it free
+        yield folder
     finally:
-        ray.shutdown()
-        shutil.rmtree(own_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left() -> None:
+    """The folders of our own runs whose driver is dead and whose cluster has ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            info = folder.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not ray_processes(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its run lives
+        finally:
+            os.close(lock)
 
 
 def _make_token(directory: Path) -> None:
