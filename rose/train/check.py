@@ -22,11 +22,12 @@ from rose.config import Section
 from rose.errors import ConfigError
 from rose.policy.streaming import refusal_of
 from rose.train.build import signing_key, weight_store
+from rose.train.checkpoint_folder import Trained, check_fits, told_shapes
 from rose.train.client import SchedulerClient
 from rose.train.cluster import find_cluster
 from rose.train.device_loan import DeviceLoan
 from rose.train.env_manager import family_of
-from rose.train.model_folder import check_chat_template, check_ranks, check_type
+from rose.train.model_folder import check_chat_template, check_ranks, check_type, identity_of
 from rose.train.recipes import Recipe
 from rose.train.rewards import make_reward
 from rose.train.rollout import single_token_ids
@@ -296,6 +297,23 @@ def check_writable(directory: Path, field: str) -> None:
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{directory} cannot be written: {there} does not allow it", field=field)
+
+
+def check_checkpoint(config: TrainConfig, path: Path) -> None:
+    """Whether the job trains what a checkpoint holds, as far as its files say; a start asks the loaded model too.
+
+    Raises:
+        TrainError: It does not.
+        WeightsError: A file of the model cannot be read.
+    """
+    told = told_shapes(path)
+    if told is None or not config.model.is_dir():
+        return
+    lora = config.trainer.lora
+    trained = Trained(
+        folder=config.model, base=identity_of(config.model), rank=lora.rank, targets=lora.targets
+    )
+    check_fits(*told, path, trained)
 
 
 def settings_of(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,7 @@ import torch.distributed as dist
 import xxhash
 
 from rose.errors import TrainError
+from rose.train.checkpoint_folder import MAX_JSON_BYTES, is_name, name_of, newest_first, order_of
 
 SCHEMA = 2
 CONSUMED_STEPS = 64
@@ -50,9 +50,7 @@ Measure = Literal["held_out", "sampled"]
 """Whose success: of an evaluation's held-out tasks, or of the episodes that steps were trained on."""
 
 _STAGING = ".writing-"
-_NAME = re.compile(r"step-(\d{6,})\.(\d+)")
-_MAX_JSON_BYTES = 64 * 1024 * 1024
-"""Of a state.json that is read.  What would be larger is not written."""
+_MAX_JSON_BYTES = MAX_JSON_BYTES
 _FILES_BYTES = 1024 * 1024
 """Of it for what is known when all is written, names and hashes of the files: enough for ten thousand ranks."""
 
@@ -82,7 +80,7 @@ class Checkpoint:
     rate_factor: float = 1.0
     """The step guard's, of the learning rate."""
     base: str = ""
-    """Of adapters: which model they were trained on (:func:`rose.train.model_folder.identity_of`).  Empty: not said."""
+    """Which model training began with (:func:`rose.train.model_folder.identity_of`).  Empty: not said."""
     path: Path | None = None
     """Where it was loaded from."""
 
@@ -202,7 +200,7 @@ class _Place:
         self.staging.rename(self.target)
         _sync(self._directory)
         best = best_of(self._directory)
-        for path in _newest_first(self._directory)[max(1, self._keep) :]:
+        for path in newest_first(self._directory)[max(1, self._keep) :]:
             if best is None or path.name != best.name:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -260,11 +258,6 @@ def ids_to_keep(
     return {one: kept[one] for one in sorted(kept)}
 
 
-def name_of(step: int, attempt: int) -> str:
-    """Of the folder of a checkpoint."""
-    return f"step-{step:06d}.{attempt}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
     """The best checkpoint of a run, as ``best.json`` has it."""
@@ -310,7 +303,7 @@ def best_of(directory: Path) -> Best | None:
         measure = told.get("measure")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    known = _NAME.fullmatch(name) is not None and math.isfinite(success)
+    known = is_name(name) and math.isfinite(success)
     if not known or measure not in (None, *get_args(Measure)) or not (directory / name).is_dir():
         return None
     return Best(name=name, success=success, measure=measure)
@@ -464,7 +457,7 @@ def _on_first_rank(work: Callable[[], None], group: Any) -> None:
 def load_latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies (None where none does), and why newer ones were passed over."""
     passed_over: list[str] = []
-    for path in _newest_first(directory):
+    for path in newest_first(directory):
         try:
             return load(path), passed_over
         except TrainError as error:
@@ -474,20 +467,7 @@ def load_latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def latest_attempt(directory: Path) -> int:
     """The highest attempt that any checkpoint, readable or not, names; 0 if there is none."""
-    return max((_order(path)[0] for path in _newest_first(directory)), default=0)
-
-
-def _newest_first(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return sorted(
-        (path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_order, reverse=True
-    )
-
-
-def _order(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
-    return (int(match[2]), int(match[1])) if match else (-1, -1)
+    return max((order_of(path)[0] for path in newest_first(directory)), default=0)
 
 
 def _finite(values: Any) -> tuple[float, ...]:

@@ -22,7 +22,16 @@ from rich.progress import (
 
 from rose.config import load_config
 from rose.errors import ConfigError, RoseError
-from rose.train.check import JobCheck, check_writable, checks_of, checks_of_the_start, settings_of, tokens_of
+from rose.train.check import (
+    JobCheck,
+    check_checkpoint,
+    check_writable,
+    checks_of,
+    checks_of_the_start,
+    settings_of,
+    tokens_of,
+)
+from rose.train.checkpoint_folder import newest_first
 from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
 
@@ -119,9 +128,11 @@ def _output_dir(job: TrainConfig) -> str:
     if (directory / "driver.lock").exists():
         with sole_driver(directory):
             pass
-    if not any((directory / "checkpoints").glob("step-*")):
+    there = newest_first(directory / "checkpoints")
+    if not there:
         return f"{directory}, begins anew"
-    return f"{directory} has checkpoints, and the newest that can be read is gone on from"
+    check_checkpoint(job, there[0])
+    return f"{directory} has checkpoints: goes on from {there[0].name}, or the newest that can be read"
 
 
 def _shown(value: object) -> str:

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rose.errors import ConfigError, TrainError
+from rose.errors import ConfigError
 from rose.train.adapter import LoraParams, inject, merge_into, parameters_of, write_adapter
 from rose.train.batch import Minibatch
 from rose.train.checkpoint import Checkpoint, read_into
+from rose.train.checkpoint_folder import Trained, check_fits
 from rose.train.loading import (
     empty_modules,
     export_module,
@@ -129,8 +130,8 @@ class PolicyModel(ComputingModel):
         self._path = model_path
         masters_on = torch.device("cpu") if offload else self.device
         self._lora = lora
-        self.base = "" if lora is None else identity_of(model_path)
-        """What adapters are trained on, as their checkpoints say it."""
+        self.base = identity_of(model_path)
+        """What training begins with, as checkpoints say it."""
         if self.world_size > 1:
             skeleton, computing = empty_modules(model_path, self._compute_dtype)
             if lora is not None:
@@ -225,20 +226,16 @@ class PolicyModel(ComputingModel):
         """Take what a checkpoint holds, each rank its part; without ``optimizer`` the weights alone.  All ranks.
 
         Raises:
-            TrainError: It is of another model, and nothing was changed; or it cannot be read.
+            TrainError: It is of another model or of other adapters, and nothing was changed; or it cannot be read.
         """
         assert checkpoint.path is not None
-        if self.base and checkpoint.base and checkpoint.base != self.base:
-            raise TrainError(
-                f"{checkpoint.path} holds adapters of another base model than {self._path}, whose weights are others",
-                field="model",
-                fix="give the folder that the run began with, or another output_dir to begin anew",
-            )
-        for name, tensor in self._named:
-            if checkpoint.shapes.get(name) != tuple(tensor.shape):
-                raise TrainError(f"tensor {name} is not the model's", field="checkpoint")
-        if unknown := set(checkpoint.shapes) - {name for name, _ in self._named}:
-            raise TrainError(f"tensor {min(unknown)} is not in the model", field="checkpoint")
+        trained = Trained(
+            folder=self._path,
+            base=self.base,
+            rank=0 if self._lora is None else self._lora.rank,
+            shapes={name: tuple(tensor.shape) for name, tensor in self._named},
+        )
+        check_fits(checkpoint.shapes, checkpoint.base, checkpoint.path, trained)
         if optimizer is not None:
             optimizer.state.clear()
         targets: dict[str, Tensor] = {}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rose.cli import app
 from rose.config import load_config
 from rose.testing.relay_thread import RelayThread
+from rose.train import checkpoint as checkpoints
 from rose.train.check import settings_of
 from rose.train.train_config import TrainConfig
+from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.file_store import FileStore
 from tests.train.world import running_world
 
@@ -101,6 +105,38 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(tmp_path: Path, poli
     (told,) = [line for line in lines if line.startswith("NO  ")]
     assert told.startswith("NO  scheduler: ")
     assert lines[-1] == "1 of 12 checks failed"
+
+
+def test_a_folder_whose_checkpoints_are_of_another_model_is_refused_as_a_start_refuses_it(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    def job(model: Path) -> Path:
+        return written(
+            tmp_path,
+            f'model = "{model}"\noutput_dir = "{tmp_path / "out"}"\n[weights]\ndirectory = "{tmp_path}"\n'
+            "[trainer]\nlearning_rate = 1e-5\n",
+        )
+
+    def said(model: Path, *arguments: str) -> str:
+        _, lines = checked(job(model), *arguments)
+        (line,) = [line for line in lines if line[4:].startswith("output_dir:")]
+        return line
+
+    trainer = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-5))
+    directory = tmp_path / "out" / "checkpoints"
+    path = checkpoints.save(trainer.capture(attempt=3, version=0, consumed={}), directory)
+    there = f"ok  output_dir: {tmp_path / 'out'} has checkpoints: goes on from step-000000.3, or the newest that can be read"
+    assert said(policy_model) == there
+    assert said(policy_model, "--set", "trainer.lora.rank=4").startswith(
+        f"NO  output_dir: trainer.lora.rank: is 4, and {path} holds the whole model (set it to 0"
+    )
+    other = shutil.copytree(policy_model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors = {name: 1.01 * tensor for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert said(other).startswith(f"NO  output_dir: model: {path} is of another model than {other}")
+    (path / "state.json").write_text("torn")
+    assert said(other) == there  # what can be read is known when it is
 
 
 def test_code_of_the_jobs_own_that_fails_is_said_as_it_fails(tmp_path: Path, policy_model: Path) -> None:

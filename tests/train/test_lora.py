@@ -141,11 +141,37 @@ def test_a_checkpoint_holds_the_adapter_alone_and_a_resume_is_exact(
     assert all(torch.equal(tensor, held(resumed)[name]) for name, tensor in held(steady).items())
 
 
-def test_a_checkpoint_of_the_whole_model_is_refused(policy_model: Path, tmp_path: Path) -> None:
-    whole = TorchTrainer(policy_model, replace(PARAMS, lora=None))
-    path = checkpoints.save(whole.capture(attempt=1, version=0, consumed={}), tmp_path)
-    with pytest.raises(Exception, match="is not the model's"):
-        TorchTrainer(policy_model, PARAMS).restore(checkpoints.load(path))
+@pytest.mark.parametrize(
+    ("held_by", "asked", "field", "message"),
+    [
+        (None, LORA, "trainer.lora.rank", r"is 4, and .*step-000000\.1 holds the whole model \(set it to 0 "),
+        (LORA, None, "trainer.lora.rank", r"is 0, and .* holds adapters of rank 4 \(set it to 4 "),
+        (LORA, replace(LORA, rank=2), "trainer.lora.rank", r"is 2, and .* adapters of rank 4 \(set it to 4 "),
+        (
+            replace(LORA, targets=("q_proj", "v_proj")),
+            replace(LORA, targets=("q_proj",)),
+            "trainer.lora.targets",
+            r"are not those of .*, whose adapters are in q_proj, v_proj \(",
+        ),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_names_the_setting_and_a_way_out(
+    policy_model: Path,
+    tmp_path: Path,
+    held_by: LoraParams | None,
+    asked: LoraParams | None,
+    field: str,
+    message: str,
+) -> None:
+    first = TorchTrainer(policy_model, replace(PARAMS, lora=held_by))
+    path = checkpoints.save(first.capture(attempt=1, version=0, consumed={}), tmp_path)
+    other = TorchTrainer(policy_model, replace(PARAMS, lora=asked))
+    before = held(other)
+    with pytest.raises(TrainError, match=message) as caught:
+        other.restore(checkpoints.load(path))
+    assert caught.value.field == field
+    assert "another output_dir to begin anew" in str(caught.value.fix)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held(other).items())
 
 
 def test_adapters_of_another_base_are_refused_and_the_same_base_is_known_elsewhere(
