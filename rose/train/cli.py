@@ -199,13 +199,16 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     held_out = f"  held-out {told_in_short(record['eval'])}" if "eval" in record else ""
     if "eval_error" in record:
         held_out = f"  held-out failed: {record['eval_error']}"
-    by_task = (record.get("tasks") or {}).items()
-    tasks = "".join(f"  {name} {one['success_rate']:.2f}" for name, one in by_task)
+    by_task = (record.get("sampled_tasks") or {}).items()
+    success = f"success {record['sampled_success_rate']:.2f}"
+    success += "".join(f"  {name} {one['success_rate']:.2f}" for name, one in by_task)
+    if record.get("num_filtered_groups"):
+        success += f"  (trained on {record['success_rate']:.2f})"
     lag = f"  lag {record['lag_max']}" if record["lag_max"] else ""
     if "alpha_cause" in record:
         lag += f"  alpha {record['alpha']} ({record['alpha_cause']})"
     return (
-        f"step {record['step'] + 1:>3}/{num_steps}  success {record['sampled_success_rate']:.2f}{tasks}{held_out}  "
+        f"step {record['step'] + 1:>3}/{num_steps}  {success}{held_out}  "
         f"turns {record['num_turns']} ({shares})  entropy {record['entropy']:.2f}  "
         f"kl {record['mismatch_kl']:.1e}{lag}  lr {record['lr']:.0e}  "
         f"rollout {record['rollout_s']:.1f} s, train {record['train_s']:.1f} s, "

@@ -352,6 +352,8 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         found |= {f"{board}/{k}": float(v) for k, v in told.items() if isinstance(v, int | float)}
         for task, values in (told.get("tasks") or {}).items():
             found |= {f"{board}/{task}_{name}": float(value) for name, value in values.items()}
+    for task, values in (record.get("sampled_tasks") or {}).items():
+        found[f"task/{task}_sampled_success_rate"] = float(values["success_rate"])
     found |= {f"alpha/num_{cause}": float(n) for cause, n in (record.get("alpha_changes") or {}).items()}
     tail = record.get("tail_batching") or {}
     found |= {f"tail/{name}": float(tail[name]) for name in TAIL if name in tail}

@@ -66,8 +66,9 @@ class RunResult:
     attempt: int
     num_restarts: int
     success_first: float | None
-    """Of the first step taken in this run; None when nothing was left to do."""
+    """``sampled_success_rate`` of the first step taken in this run; None when nothing was left to do."""
     success_last: float | None
+    """The same of the last step."""
     success_held_out: float | None = None
     """Of the last evaluation, if there was one."""
     exported: str = ""

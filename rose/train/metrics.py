@@ -97,14 +97,19 @@ def success_rate(trajectories: Sequence[Mapping[str, Any]]) -> float:
     return sum(bool(one.get("success")) for one in trajectories) / max(1, len(trajectories))
 
 
+def success_by_task(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """:func:`success_rate` of each task of a job that has several, and of how many; empty for any other job."""
+    names = sorted({str(one.get("task_kind") or "") for one in trajectories} - {""})
+    own = {name: [one for one in trajectories if one.get("task_kind") == name] for name in names}
+    return {name: {"num_trajectories": len(of), "success_rate": success_rate(of)} for name, of in own.items()}
+
+
 def _by_task(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """The same, in short, of each task of a job that has several; empty for any other."""
-    found: dict[str, dict[str, float]] = {}
-    for name in sorted({str(one.get("task_kind") or "") for one in trajectories} - {""}):
+    found = success_by_task(trajectories)
+    for name in found:
         own = [one for one in trajectories if one.get("task_kind") == name]
-        found[name] = {
-            "num_trajectories": len(own),
-            "success_rate": success_rate(own),
+        found[name] |= {
             "reward_mean": sum(float(one.get("reward") or 0.0) for one in own) / len(own),
             "turns_mean": sum(len(_tables(one.get("turns"))) for one in own) / len(own),
             "sampled_mean": sum(num_sampled(one) for one in own) / len(own),

@@ -42,7 +42,7 @@ from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.constrained import FIX, constraints_on, own_constraints
 from rose.train.export import Which, export_of
-from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
+from rose.train.metrics import lengths_by_quantile, success_by_task, success_rate, trajectory_metrics
 from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,8 @@ class TrainWorker:
         )
         trained_s = time.monotonic()
         self._consumed[step] = self._collected.ids
-        sampled_success = success_rate([*trajectories, *(one for group in filtered for one in group)])
+        sampled = [*trajectories, *(one for group in filtered for one in group)]
+        sampled_success, sampled_tasks = success_rate(sampled), success_by_task(sampled)
         num_starving, streamed_s = self._collected.num_leases_starved, self._streamed_s
         group_ids = [*self._collected.kept, *self._collected.filtered]
         self._forget()
@@ -286,6 +287,7 @@ class TrainWorker:
             "version": f"{self._attempt}.{step + 1}",
             **trajectory_metrics(trajectories, version=(self._attempt, step)),
             "sampled_success_rate": sampled_success,
+            **({"sampled_tasks": sampled_tasks} if sampled_tasks else {}),
             "num_starved_leases": num_starving,
             **{name: value for name, value in report.to_dict().items() if name != "seconds"},
             "num_leases": len(batch_ids),

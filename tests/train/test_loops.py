@@ -287,6 +287,29 @@ async def test_two_tasks_are_mixed_by_weight_scored_apart_and_known_to_the_sched
         assert found["pass_at_3"] >= found["pass_at_1"]
 
 
+async def test_figures_beside_each_other_in_a_steps_line_are_of_the_same_episodes(world: World) -> None:
+    """Of all that were sampled: groups of one task teach nothing, and are all set aside."""
+    script, config, _ = await run(
+        world,
+        {},
+        num_steps=1,
+        env={},
+        tasks=TWO_TASKS,
+        rollout={"num_groups": 4, "group_size": 2},
+        trainer={"algorithm": "dapo", "dynamic_sampling": {"max_rounds": 3}},
+    )
+    (record,) = script.records
+    by_task = record["sampled_tasks"]
+    assert by_task.keys() == {"lake", "maths"}
+    assert by_task["maths"]["num_trajectories"] % 2 == 0
+    assert sum(one["num_trajectories"] for one in by_task.values()) == len(consumed_of(config)[0])
+    successes = sum(one["success_rate"] * one["num_trajectories"] for one in by_task.values())
+    assert successes == pytest.approx(record["sampled_success_rate"] * len(consumed_of(config)[0]))
+    lake, maths = (f"{by_task[name]['success_rate']:.2f}" for name in ("lake", "maths"))
+    assert f"  success {record['sampled_success_rate']:.2f}  lake {lake}  maths {maths}" in _line(record, 1)
+    assert f"  (trained on {record['success_rate']:.2f})  " in _line(record, 1)
+
+
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 async def test_an_environment_that_always_fails_ends_the_run_by_name(
     world: World, monkeypatch: pytest.MonkeyPatch, mode: str
