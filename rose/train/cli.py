@@ -189,6 +189,8 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     if record.get("event") == "attempt":
         passed_over = "".join(f"\npassed over: {why}" for why in record.get("passed_over") or ())
         return f"attempt {record['attempt']} goes on at step {record['step']}{passed_over}"
+    if record.get("event") == "restored":
+        return f"warning: {record['text']}"
     if record.get("event") == "cluster":
         return f"joined the Ray cluster at {record['address']}: nodes {record['num_nodes']}, CPUs {record['num_cpus']}"
     if record.get("event") == "actor_died":

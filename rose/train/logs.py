@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rose.errors import ConfigError
-from rose.train.metrics import MetricsFile, records_of
+from rose.train.metrics import MetricsFile, records_of, steps_without_a_line
 from rose.train.run_page import RunPage
 from rose.train.train_config import TrainConfig
 
@@ -48,6 +48,23 @@ class Logs:
                 logger.warning("%s is switched off: %s", type(sink).__name__, error)
                 self._sinks.remove(sink)
 
+    def restore(self, before: int, num_consumed: Mapping[int, int], pending: int | None) -> list[int]:
+        """Have a line for each step before ``before``: of one whose driver did not live to write it what its checkpoint knows, which no board is told.
+
+        Args:
+            before: The step to go on at.
+            num_consumed: Trajectories of each step, as far as the checkpoint says.
+            pending: A step whose line is still to come.
+
+        Returns:
+            The steps that had none.
+        """
+        lost = [step for step in steps_without_a_line(self._file.path, before) if step != pending]
+        for step in lost:
+            known = {"num_consumed": num_consumed[step]} if step in num_consumed else {}
+            self._file.append({"step": step, "restored": True, **known})
+        return lost
+
     def close(self, *, failed: bool = False) -> None:
         """``failed``: the run has not come to its end."""
         for sink in self._sinks:
@@ -70,7 +87,8 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
     if config.log.page:
         page = RunPage(config.output_dir / "run.html", config.job, config.num_steps, _facts_of(config))
         for record in records_of(metrics):
-            page.remember(record["step"], scalars_of(record))
+            if record.get("restored") is not True:  # it has no numbers, and may stand behind later ones
+                page.remember(record["step"], scalars_of(record))
         sinks.append(page)
     if config.log.tensorboard:
         try:

@@ -57,6 +57,9 @@ MAX_ROUNDS = 10
 """Rollout rounds in which nothing more could be leased before a step gives up.  One is normal after a restart: groups
 that waited too long are stale, and dropping them leaves a gap."""
 
+MAX_NAMED = 8
+"""Steps that are named in a warning."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
@@ -163,6 +166,11 @@ async def _steps(
                 try:
                     for event in await actors.ensure():
                         progress(event)
+                        if event["event"] == "attempt":
+                            pending = None if evaluation is None else evaluation.record["step"]
+                            lost = logs.restore(event["step"], event["num_consumed"], pending)
+                            if lost:
+                                _tell_of_lost(lost, progress)
                     if actors.step >= config.num_steps:
                         break
                     started_s = time.monotonic()
@@ -212,6 +220,14 @@ async def _steps(
         success_held_out=held_out,
         exported=exported,
     )
+
+
+def _tell_of_lost(steps: list[int], progress: Progress) -> None:
+    names = ", ".join(str(step + 1) for step in steps[:MAX_NAMED])
+    names += f" and {len(steps) - MAX_NAMED} more" if len(steps) > MAX_NAMED else ""
+    text = f'steps {names} were taken and had no line in metrics.jsonl: their numbers are lost, and a line marked "restored" stands for each'
+    logger.warning("%s", text)
+    progress({"event": "restored", "steps": steps, "text": text})
 
 
 class _Evaluation:

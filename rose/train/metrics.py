@@ -4,7 +4,8 @@ Counts come from the leased trajectories, that is from what was trained on, not 
 Times are seconds; ``end_s`` is CLOCK_MONOTONIC, so that a line can be laid beside the records of
 other processes of the machine.  ``tiers`` counts a turn where it ended and a token where it was sampled.
 
-A restarted run appends: where a step number comes twice, the later line is the surviving one.
+A restarted run appends: where a step number comes twice, the later line is the surviving one.  A step that a checkpoint has, and whose line its driver did not
+live to write, has a line of ``step``, ``"restored": true`` and ``num_consumed`` alone, which may stand behind those of later steps.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class MetricsFile:
     """Appends whole lines; a line torn by a crash stays a line of its own.  Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         self._file.seek(0, os.SEEK_END)
@@ -196,6 +198,21 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
                 continue  # torn by a crash
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
+
+
+def steps_without_a_line(path: Path, step: int) -> list[int]:
+    """Of the steps before ``step`` those of which a file of metrics says nothing: no line, or only one of before they were taken again."""
+    told: list[int] = []
+    restored: set[int] = set()
+    for record in records_of(path):
+        if record.get("restored") is True:
+            restored.add(record["step"])
+            continue
+        while told and told[-1] >= record["step"]:
+            told.pop()
+        restored = {one for one in restored if one < record["step"]} if restored else restored
+        told.append(record["step"])
+    return sorted({*range(step)} - {*told} - restored)
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -152,7 +152,8 @@ class TrainWorker:
         return os.getpid()
 
     async def start(self, alpha: int | None = None) -> dict[str, Any]:
-        """Open a new attempt; ``{attempt, step, passed_over, update}``, where ``step`` is the next to take.
+        """Open a new attempt; ``{attempt, step, passed_over, num_consumed, update}``, where ``step`` is the next to take, and ``num_consumed`` says of
+        how many trajectories the steps before it were, as far as the checkpoint does.
 
         Args:
             alpha: Versions beyond which a sample is too old; None = as the job has it.
@@ -216,6 +217,7 @@ class TrainWorker:
             "attempt": self._attempt,
             "step": self._trainer.step_index,
             "passed_over": passed_over,
+            "num_consumed": {one: len(ids) for one, ids in self._consumed.items()},
             "update": update,
         }
 

@@ -26,6 +26,7 @@ from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.device_loan import DeviceLoan
 from rose.train.loop import train_with
+from rose.train.metrics import MetricsFile, records_of, steps_without_a_line
 from rose.train.train_config import LendSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
 from tests.coserve.conftest import Device, until
@@ -445,6 +446,45 @@ async def test_a_store_that_is_away_for_a_while_does_not_end_the_run(
     weights = {"directory": str(world.versions), "patience_s": 0.0}
     with pytest.raises(CapacityError, match="cannot be reached"):
         await run(world, {}, num_steps=3, parts=Parts(make_publisher=Unreachable), weights=weights)
+
+
+class GoneAfterASecondCheckpoint:
+    """Publishes, but for version 2 of the first attempt: the run ends between that checkpoint and its line."""
+
+    def __init__(self, config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> None:
+        self._inner, self._attempt = file_publisher(config, tokens, module, attempt), attempt
+
+    def publish(self, version: int, **told: Any) -> Any:
+        if (self._attempt, version) == (1, 2):
+            raise TrainError("the driver is gone")
+        return self._inner.publish(version, **told)
+
+
+async def test_a_step_whose_line_was_lost_has_one_that_says_so(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = Parts(make_publisher=GoneAfterASecondCheckpoint)
+    with pytest.raises(TrainError, match="the driver is gone"):
+        await run(world, {}, num_steps=3, parts=parts)
+    script, config, _ = await run(world, {}, num_steps=3, parts=parts)
+    assert [record["step"] for record in script.records] == [2]
+    lines = list(records_of(config.output_dir / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[1] == {"step": 1, "restored": True, "num_consumed": len(consumed_of(config)[1])}
+    assert script.events == ["attempt", "restored"]
+    assert "steps 2 " in caplog.text
+    again, _, _ = await run(world, {}, num_steps=3, parts=parts)
+    assert again.events == ["attempt"]  # once
+
+
+def test_a_line_of_a_step_that_was_taken_again_is_no_line_of_that(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (0, 1, 2, 3):
+        file.append({"step": step, "attempt": 1})
+    file.append({"step": 1, "attempt": 2})  # went on from a checkpoint of step 0
+    file.append({"step": 0, "restored": True})
+    assert steps_without_a_line(tmp_path / "metrics.jsonl", 4) == [2, 3]
+    assert steps_without_a_line(tmp_path / "none.jsonl", 2) == [0, 1]
 
 
 async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:
