@@ -28,6 +28,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
 
+class FiniteSection(Section):
+    """A table whose numbers are all finite: where infinity would be a bound that never holds, or a weight that makes everything NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 S = TypeVar("S", bound=Section)
 
 

@@ -55,40 +55,56 @@ def chosen(setting: StreamedSetting, step: StepShape, *, is_synchronous: bool) -
 
 
 def refusal_of(streamed: Streamed, step: StepShape) -> StreamingRefusal | None:
-    """Why a job may not have it; None where it may."""
+    """Why a job may not have it, the first reason; None where it may."""
+    return next(iter(refusals_of(streamed, step)), None)
+
+
+def refusals_of(streamed: Streamed, step: StepShape) -> list[StreamingRefusal]:
+    """Every reason why a job may not have it."""
     log_probs = 'use trainer.stream_groups = "log_probs", which is exact with any recipe'
+    found: list[StreamingRefusal] = []
     if streamed == "off":
-        return None
+        return found
     if step.on_stale not in ("cancel", "mask"):
-        return StreamingRefusal(
-            field="rollout.on_stale",
-            reason="trainer.stream_groups leases group by group, which only the rules 'cancel' and 'mask' allow",
-            fix='set rollout.on_stale = "mask" or "cancel"',
+        found.append(
+            StreamingRefusal(
+                field="rollout.on_stale",
+                reason="trainer.stream_groups leases group by group, which only the rules 'cancel' and 'mask' allow",
+                fix='set rollout.on_stale = "mask" or "cancel"',
+            )
         )
     if step.lends_device:
-        return StreamingRefusal(
-            field="lend.node_dir",
-            reason="trainer.stream_groups computes during rollouts, on the device that is lent then",
-            fix="leave one of the two out",
+        found.append(
+            StreamingRefusal(
+                field="lend.node_dir",
+                reason="trainer.stream_groups computes during rollouts, on the device that is lent then",
+                fix="leave one of the two out",
+            )
         )
     if streamed == "log_probs":
-        return None
+        return found
     if step.num_epochs > 1:
-        return StreamingRefusal(
-            field="trainer.num_epochs",
-            reason="later epochs start from weights that the first has moved, so gradients cannot begin early",
-            fix=f"set it to 1, or {log_probs}",
+        found.append(
+            StreamingRefusal(
+                field="trainer.num_epochs",
+                reason="later epochs start from weights that the first has moved, so gradients cannot begin early",
+                fix=f"set it to 1, or {log_probs}",
+            )
         )
     if step.minibatch_sequences < step.batch_sequences:
-        return StreamingRefusal(
-            field="trainer.minibatch_sequences",
-            reason=f"a batch of {step.batch_sequences} sequences is several minibatches, drawn from all of it",
-            fix=f"set it to {step.batch_sequences} or more, or {log_probs}",
+        found.append(
+            StreamingRefusal(
+                field="trainer.minibatch_sequences",
+                reason=f"a batch of {step.batch_sequences} sequences is several minibatches, drawn from all of it",
+                fix=f"set it to {step.batch_sequences} or more, or {log_probs}",
+            )
         )
     if step.scale_advantages == "batch":
-        return StreamingRefusal(
-            field="trainer.scale_advantages",
-            reason="advantages over the deviation of the whole batch are not known before its end",
-            fix=log_probs,
+        found.append(
+            StreamingRefusal(
+                field="trainer.scale_advantages",
+                reason="advantages over the deviation of the whole batch are not known before its end",
+                fix=log_probs,
+            )
         )
-    return None
+    return found

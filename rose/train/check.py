@@ -20,7 +20,7 @@ from typing import Any
 from rose.auth import Tokens
 from rose.config import Section
 from rose.errors import ConfigError
-from rose.policy.streaming import refusal_of
+from rose.policy.streaming import refusals_of
 from rose.train.build import signing_key, weight_store
 from rose.train.checkpoint_folder import Trained, check_fits, told_shapes
 from rose.train.client import SchedulerClient
@@ -31,6 +31,7 @@ from rose.train.model_folder import check_chat_template, check_ranks, check_type
 from rose.train.recipes import Recipe
 from rose.train.rewards import make_reward
 from rose.train.rollout import single_token_ids
+from rose.train.settings_check import check_effects, check_model_settings, check_private_cluster
 from rose.train.train_config import JobTask, TrainConfig
 from rose.train.workers import Parts
 
@@ -119,9 +120,11 @@ def _settings(config: TrainConfig) -> str:
         _check_adaptive_alpha(config)
     if config.rollout.tail_batching.extra_groups:
         _check_tail_batching(config)
-    refused = refusal_of(config.streamed, config.step_shape)
-    if refused is not None:
-        raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
+    if refused := refusals_of(config.streamed, config.step_shape):
+        first, *others = refused
+        also = "".join(f"; and {one.field}: {one.reason}: {one.fix}" for one in others)
+        raise ConfigError(first.reason, field=first.field, fix=f"{first.fix}{also}")
+    check_effects(config)
     return "go together"
 
 
@@ -166,6 +169,7 @@ def _model(config: TrainConfig, parts: Parts | None) -> str:
         check_type(config.model, config.trainer.policy_dtype)
     if config.trainer.num_ranks > 1 and (parts is None or parts.make_trainer is None):
         check_ranks(config.model)
+    check_model_settings(config)
     return f"{config.model}, published in {config.trainer.policy_dtype}"
 
 
@@ -242,6 +246,7 @@ def _libraries(config: TrainConfig) -> str:
 def _ray(config: TrainConfig) -> str:
     address = find_cluster(config.ray.address)
     if address is None:
+        check_private_cluster(config)
         return f"a private cluster of {config.ray.num_cpus} CPUs will be started"
     return f"the cluster at {address} will be joined; whether it has room was not asked"
 

@@ -98,6 +98,19 @@ def kept_names(folder: Path, policy_dtype: str) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in headers if tensor.dtype == "F32")
 
 
+def layers_named(folder: Path) -> set[str]:
+    """Names of what has a matrix ``weight`` in the folder; none where it has no safetensors files, or tensors of single experts, which a model holds together.
+
+    Raises:
+        WeightsError: A header cannot be read.
+    """
+    headers = _headers(folder)
+    if any(_EXPERT.search(tensor.name) for tensor in headers):
+        return set()
+    matrices = (tensor.name for tensor in headers if len(tensor.shape) == 2)
+    return {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
+
+
 def identity_of(folder: Path) -> str:
     """Tells a folder's weights from others of the same shapes: a digest of all tensors' names, types and shapes, and of bytes from the middle of each.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rose.config import REQUIRED, Section
+from rose.config import REQUIRED, FiniteSection
 from rose.policy.streaming import StepShape, Streamed, chosen
 from rose.train.trainer_settings import TrainerSettings
 
@@ -23,7 +23,7 @@ AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
 """Relative ones are to where the job is started: an actor has a folder of its own."""
 
 
-class SchedulerSettings(Section):
+class SchedulerSettings(FiniteSection):
     """Where turns are sampled and batches leased."""
 
     url: str = Field(default="http://127.0.0.1:8800", pattern=URL, max_length=512)
@@ -39,7 +39,7 @@ class SchedulerSettings(Section):
     """Longer than any training step: a lease that runs out is handed out again."""
 
 
-class WeightSettings(Section):
+class WeightSettings(FiniteSection):
     """Where versions are published.  Exactly one of ``relay_url`` and ``directory``."""
 
     relay_url: str | None = Field(default=None, pattern=STORE_URL, max_length=512)
@@ -64,7 +64,7 @@ class WeightSettings(Section):
         return self
 
 
-class LatencySettings(Section):
+class LatencySettings(FiniteSection):
     """Time that an environment is made to take, for benchmarks: lognormal, so that its tail is long."""
 
     median_s: float = Field(default=0.0, ge=0)
@@ -72,7 +72,7 @@ class LatencySettings(Section):
     """Of the logarithm: 1 makes one step in a hundred ten times as long as the median."""
 
 
-class EnvSettings(Section):
+class EnvSettings(FiniteSection):
     kind: str = "frozenlake"
     settings: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment as they are; it names what it does not know."""
@@ -99,7 +99,7 @@ class EnvSettings(Section):
         return self
 
 
-class RewardSettings(Section):
+class RewardSettings(FiniteSection):
     """Who scores an episode."""
 
     kind: str = "environment"
@@ -119,7 +119,7 @@ class RewardSettings(Section):
         return self
 
 
-class TaskSettings(Section):
+class TaskSettings(FiniteSection):
     """One of the tasks of a job that trains on several: its environments, its rewards, and how often it comes."""
 
     name: str = Field(pattern=NAME)
@@ -153,7 +153,7 @@ class JobTask:
     latency: LatencySettings
 
 
-class AdaptiveAlphaSettings(Section):
+class AdaptiveAlphaSettings(FiniteSection):
     """Bound of staleness that follows the mismatch of engine and trainer and the time that the trainer waits (``rose.policy.adaptive_alpha``).  For asynchronous
     runs with a rule in ``on_stale``."""
 
@@ -175,7 +175,7 @@ class AdaptiveAlphaSettings(Section):
         return self
 
 
-class TailBatchingSettings(Section):
+class TailBatchingSettings(FiniteSection):
     """Short and long rounds (after RollPacker, ``rose.policy.tail_batching``): a step begins more groups than it takes and trains on those that are complete
     first; the others begin anew together, in a step that begins no more than it takes.  Over the rounds all prompts are trained on; within one, an
     update sees short groups or long ones.  For synchronous runs."""
@@ -186,7 +186,7 @@ class TailBatchingSettings(Section):
     """Steps after which a group that was put by begins again although too few others wait with it."""
 
 
-class RolloutSettings(Section):
+class RolloutSettings(FiniteSection):
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Whether episodes go on while the trainer trains."""
     alpha: int | None = Field(default=None, ge=0, le=64)
@@ -207,7 +207,7 @@ class RolloutSettings(Section):
     """Sampled per turn, at most.  None = 1, for environments with a list of allowed answers; of free text it has to be said, here or by the task."""
 
 
-class RaySettings(Section):
+class RaySettings(FiniteSection):
     address: str | None = None
     """A cluster to join, ``host:port``.  None joins the one that ``RAY_ADDRESS`` names (as under ``ray job submit``), or that ``ray
     start`` has started on this machine, and starts a private one where there is none; ``auto`` never starts one, ``local`` always
@@ -225,7 +225,7 @@ class RaySettings(Section):
     """Restarts of actors in a row without a finished step between them."""
 
 
-class LendSettings(Section):
+class LendSettings(FiniteSection):
     """The trainer's device, left to a rollout engine while rollouts run.  For synchronous runs."""
 
     node_dir: AbsolutePath | None = None
@@ -237,7 +237,7 @@ class LendSettings(Section):
     """For the engine's memory, before the trainer goes on."""
 
 
-class EvalSettings(Section):
+class EvalSettings(FiniteSection):
     """Held-out tasks, and training tasks beside them, played by one version between two steps.  Nobody trains on these episodes."""
 
     every_steps: int = Field(default=0, ge=0)
@@ -269,7 +269,7 @@ class EvalSettings(Section):
         return self
 
 
-class LogSettings(Section):
+class LogSettings(FiniteSection):
     page: bool = True
     """``output_dir/run.html``, a page with pictures of the run so far, written anew every few seconds."""
     tensorboard: bool = True
@@ -288,7 +288,7 @@ class LogSettings(Section):
         return self
 
 
-class TrainConfig(Section):
+class TrainConfig(FiniteSection):
     job: str = Field(default="rose", pattern=NAME)
     seed: int = Field(default=0, ge=0, lt=2**31)
     num_steps: int = Field(default=20, ge=1)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rose.config import REQUIRED, Section
+from rose.config import REQUIRED, FiniteSection
 from rose.policy.streaming import StreamedSetting
 from rose.train.constrained import Constrained
 from rose.train.recipes import (
@@ -34,7 +34,7 @@ def _chosen(rate: float) -> float:
     return rate
 
 
-class DynamicSampling(Section):
+class DynamicSampling(FiniteSection):
     """DAPO: groups of equal rewards are sampled anew, as whole groups."""
 
     enabled: bool | None = None
@@ -43,7 +43,7 @@ class DynamicSampling(Section):
     """Leases of one step; then it trains on the groups it has."""
 
 
-class Overlong(Section):
+class Overlong(FiniteSection):
     """DAPO: a trajectory near the limit of its length loses reward, or is left out where it was cut."""
 
     max_tokens: int = Field(default=0, ge=0)
@@ -55,7 +55,7 @@ class Overlong(Section):
     length, which always end at one."""
 
 
-class GuardSettings(Section):
+class GuardSettings(FiniteSection):
     """What keeps a step from doing harm.  On by default; each part is switched off by itself, and what it does is counted in the step's metrics."""
 
     kl_target: float = Field(default=0.05, ge=0)
@@ -90,7 +90,7 @@ class GuardSettings(Section):
         return self
 
 
-class LoraSettings(Section):
+class LoraSettings(FiniteSection):
     """Train adapters of small rank (PEFT), and leave the model as it is.  Versions are published merged: engines need nothing for it."""
 
     rank: int = Field(default=0, ge=0, le=1024)
@@ -108,7 +108,7 @@ class LoraSettings(Section):
         return self
 
 
-class TrainerSettings(Section):
+class TrainerSettings(FiniteSection):
     algorithm: Algorithm = "grpo"
     """A published recipe, ``rose.train.recipes``: it sets what is not set here."""
     learning_rate: Annotated[float, BeforeValidator(_chosen)] = Field(
