@@ -36,6 +36,7 @@ from rose.train.evaluation import told_in_short
 from rose.train.train_config import TrainConfig
 
 _WATCH_S = 1.0
+STOPPED = "stopped by Ctrl-C: run it again to go on from its last checkpoint, if there is one"
 
 
 def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
@@ -49,9 +50,13 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     from rose.train.loop import run_training
 
     console = Console()
-    with Screen(job, console) as screen:
-        watch_s = _WATCH_S if console.is_terminal else None
-        result = run_training(job, tokens, progress=screen.show, watch_s=watch_s)
+    try:
+        with Screen(job, console) as screen:
+            watch_s = _WATCH_S if console.is_terminal else None
+            result = run_training(job, tokens, progress=screen.show, watch_s=watch_s)
+    except KeyboardInterrupt:
+        Console(stderr=True, soft_wrap=True).print(STOPPED)
+        raise
     if result.exported:
         console.print(f"exported: {job.output_dir / 'model'}, {result.exported}")
     if result.success_last is None:
@@ -188,7 +193,8 @@ class Screen:
 def _line(record: Mapping[str, Any], num_steps: int) -> str:
     if record.get("event") == "attempt":
         passed_over = "".join(f"\npassed over: {why}" for why in record.get("passed_over") or ())
-        return f"attempt {record['attempt']} goes on at step {record['step']}{passed_over}"
+        verb = "goes on" if record["step"] else "begins"  # steps are counted from 1, as in their lines
+        return f"attempt {record['attempt']} {verb} at step {record['step'] + 1}{passed_over}"
     if record.get("event") == "restored":
         return f"warning: {record['text']}"
     if record.get("event") == "cluster":

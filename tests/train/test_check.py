@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from rose.auth import Tokens
 from rose.cli import app
 from rose.config import load_config
 from rose.testing.relay_thread import RelayThread
 from rose.train import checkpoint as checkpoints
 from rose.train.check import settings_of
+from rose.train.cli import _line
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.file_store import FileStore
@@ -166,3 +172,28 @@ def test_each_task_has_its_rows_and_no_value_of_its_settings(tmp_path: Path) -> 
     assert rows["tasks.b.max_tokens"] == (9, "job")
     assert rows["tasks.b.weight"] == (1.0, "default")
     assert "hush" not in repr(rows)
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, policy_model: Path) -> None:
+    Tokens.generate().save(tmp_path / "tokens.toml")
+    job = written(
+        tmp_path,
+        f'model = "{policy_model}"\ntoken_file = "{tmp_path / "tokens.toml"}"\n[weights]\ndirectory = "{tmp_path}"\n'
+        f'[trainer]\nlearning_rate = 1e-5\n[env]\nkind = "{__name__}:interrupted_family"\n',
+    )
+    command = [sys.executable, "-m", "rose.cli", "train", "--config", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert (
+        done.stderr == "stopped by Ctrl-C: run it again to go on from its last checkpoint, if there is one\n"
+    )
+
+
+def interrupted_family() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_begins_does_not_say_that_it_goes_on() -> None:
+    begun = {"event": "attempt", "attempt": 1, "step": 0, "passed_over": []}
+    assert _line(begun, 2) == "attempt 1 begins at step 1"
+    assert _line(begun | {"attempt": 3, "step": 4}, 9) == "attempt 3 goes on at step 5"

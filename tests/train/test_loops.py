@@ -496,7 +496,7 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:
     assert [record["step"] for record in script.records] == [1]
     assert (result.num_steps, result.attempt) == (2, 2)
     shown = _line({"event": "attempt", "attempt": 2, "step": 1, "passed_over": [f"{newest}: x"]}, 2)
-    assert shown.splitlines() == ["attempt 2 goes on at step 1", f"passed over: {newest}: x"]
+    assert shown.splitlines() == ["attempt 2 goes on at step 2", f"passed over: {newest}: x"]
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
