@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import textwrap
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,19 @@ async def test_the_same_seed_is_the_same_game_and_foreign_tasks_are_refused(game
     for task in ({"env": "chess"}, {"env": "text_game", "shape": [1], "seed": 1}):
         with pytest.raises(TrainError, match=r"^task\."):
             await game.make().reset(task)
+
+
+async def test_the_example_of_the_guide_plays_an_episode() -> None:
+    """As the page has it, word for word."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    text = next(block for block in page.split("```")[1::2] if block.startswith("python\n"))
+    module: dict[str, Any] = {}
+    exec(textwrap.dedent(text.removeprefix("python\n")), module)
+    family = module["factory"](num_tasks=3)
+    assert family.allowed_texts is None
+    assert not [task for task in family.held_out_tasks(2) if task in family.tasks()]
+    env = family.make()
+    first = await env.reset(family.tasks()[1])
+    assert (first.done, len(first.messages)) == (False, 1)
+    assert (await env.step("banan")) == Observation(done=True, reward=1.0, success=True)
+    await env.close()
