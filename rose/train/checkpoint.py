@@ -212,7 +212,20 @@ class _Place:
         except OSError as error:
             if _rank() == 0:
                 shutil.rmtree(self.staging, ignore_errors=True)
-            raise TrainError(f"{self.target} cannot be written: {error}", field="checkpoint") from error
+            raise TrainError(
+                f"{self.target} cannot be written: {error}", field="checkpoint", fix=self._way_out()
+            ) from error
+
+    def _way_out(self) -> str:
+        there, best = newest_first(self._directory), best_of(self._directory)
+        fix = "make room on its disk, then run it again"
+        if not there:
+            return fix
+        fix += f" to go on from {there[0].name}"
+        # Not removed here: the newest may be damaged, which is known when it is read.
+        older = [path for path in there[1:] if best is None or path.name != best.name]
+        rest = f"; {len(older)} older in {self._directory} may be removed, which trainer.keep_checkpoints does only behind a new one"
+        return f"{fix}{rest}" if older else fix
 
 
 def _tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

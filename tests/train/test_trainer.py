@@ -292,6 +292,26 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     assert equal(before, weights(trainer))
 
 
+def test_a_checkpoint_that_finds_no_room_says_what_may_be_removed(
+    trainer: TorchTrainer, tmp_path: Path
+) -> None:
+    def save(attempt: int) -> None:
+        checkpoints.save(trainer.capture(attempt=attempt, version=0, consumed={}), tmp_path)
+
+    (tmp_path / ".writing-step-000000.1").touch()  # no folder can be made there
+    with pytest.raises(TrainError, match=r"cannot be written.*\(make room on its disk, then run it again\)"):
+        save(1)
+    for attempt in (2, 3):
+        save(attempt)
+    (tmp_path / ".writing-step-000000.4").touch()
+    with pytest.raises(TrainError, match="cannot be written") as caught:
+        save(4)
+    assert caught.value.fix == (
+        f"make room on its disk, then run it again to go on from step-000000.3; 1 older in {tmp_path} may be removed, "
+        "which trainer.keep_checkpoints does only behind a new one"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}'])
 def test_nonsense_in_a_checkpoint_is_a_clear_error(trainer: TorchTrainer, tmp_path: Path, text: str) -> None:
     path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
