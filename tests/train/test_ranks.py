@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,108 +181,47 @@ def test_adapters_on_two_ranks_equal_those_on_one(policy_model: Path, tmp_path: 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-ANOTHER_ENDS = """
-import os, signal, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from rose.train.ranks import tells_of_a_lost_rank
-rank, how, seconds = int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])
-dist.init_process_group("gloo")
-sums = torch.ones(3)
-dist.all_reduce(sums)
-_set_pg_timeout(timedelta(seconds=seconds))  # they have met: how long they took to start does not count
-if rank == 1 and how == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-if rank == 1:  # hangs, until the other is gone
-    sys.stdin.read()
-try:
-    dist.all_reduce(sums)
-except RuntimeError as error:
-    print(tells_of_a_lost_rank(error), flush=True)
-os._exit(0)
-"""
-
-
-def two_ranks(program: str, *args: str) -> list[subprocess.Popen[str]]:
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program, *args],
-            env=env | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+@contextlib.contextmanager
+def two_ranks(folder: Path, *argv: str) -> Iterator[list[tuple[Forked, Path]]]:
+    """Of ``tests/train/rank_faults.py``, and where each says what it made of it; what still runs at the end is killed."""
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        said, errors = folder / f"rank-{rank}.out", folder / f"rank-{rank}.log"
+        ranks.append((fork_module("tests.train.rank_faults", argv, env, {1: said, 2: errors}), said))
+    try:
+        yield ranks
+    finally:
+        for process, _ in ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.parametrize(("how", "seconds"), [("killed", 60.0), ("hangs", 2.0)])
-def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, seconds: float) -> None:
-    ranks = two_ranks(ANOTHER_ENDS, how, str(seconds))
-    assert ranks[0].stdout is not None
-    assert ranks[0].stdout.read() == "True\n"
-    for rank in ranks:
-        rank.communicate("")
-
-
-SLOW_DISK = """
-import os, random, sys
-from datetime import timedelta
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from rose.train import checkpoint as checkpoints
-rank, how, folder = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
-dist.init_process_group("gloo")
-clock = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
-dist.all_reduce(torch.ones(3))
-_set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
-slow = "_writer" if how == "written" else "_digest"
-if how == "refused":
-    checkpoints._MAX_JSON_BYTES = 1000
-work, slow_rank = getattr(checkpoints, slow), int(how == "written")
-def slowly(*arguments):  # for longer than a step may take: as long as a message that nobody sends is waited for
-    global slow_rank
-    if rank == slow_rank:
-        slow_rank = None
-        try:
-            dist.recv(torch.zeros(1), src=1 - rank, group=clock)
-        except RuntimeError:
-            pass
-    return work(*arguments)
-setattr(checkpoints, slow, slowly)
-def at(step):
-    weights = {"w": torch.full((4,), float(step))}
-    state = random.Random(0).getstate()
-    return checkpoints.Checkpoint(step=step, attempt=1, version=step, consumed={}, shuffle_state=state, weights=weights)
-try:
-    if how == "of the one before":
-        writer = checkpoints.BackgroundWriter()
-        writer.begin(at(1), folder)
-        writer.begin(at(2), folder)
-        writer.finish()
-    else:
-        checkpoints.save(at(2), folder)
-    print("done", flush=True)
-except BaseException as error:
-    print(str(error).splitlines()[0], flush=True)
-finally:
-    os._exit(0)
-"""
+def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(
+    tmp_path: Path, how: str, seconds: float
+) -> None:
+    with two_ranks(tmp_path, "ends", how, str(seconds)) as [(first, said), (other, _)]:
+        assert first.wait(150) == 0
+        assert said.read_text() == "True\n"
+        assert other.poll() == (-signal.SIGKILL if how == "killed" else None)
 
 
 def what_ranks_say(folder: Path, how: str) -> list[str]:
-    ranks = two_ranks(SLOW_DISK, how, str(folder))
-    return [rank.communicate()[0] for rank in ranks]
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    with two_ranks(folder, "disk", how, str(checkpoint)) as ranks:
+        for process, _ in ranks:
+            process.wait(150)
+        return [said.read_text() for _, said in ranks]
 
 
 @pytest.mark.parametrize("how", ["written", "hashed", "of the one before"])
 def test_a_checkpoint_may_take_longer_than_a_step(tmp_path: Path, how: str) -> None:
     """One rank writes its part, or the first hashes all of them, for longer than a step's collectives wait."""
     assert what_ranks_say(tmp_path, how) == ["done\n"] * 2
-    newest, passed_over = checkpoints.load_latest(tmp_path)
+    newest, passed_over = checkpoints.load_latest(tmp_path / "checkpoint")
     assert newest is not None
     assert (newest.step, passed_over) == (2, [])
 
@@ -290,7 +230,7 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_on_every_rank(tmp_
     first, other = what_ranks_say(tmp_path, "refused")
     assert "state.json would take" in first
     assert "rank 0 could not write" in other
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "checkpoint").iterdir())
 
 
 @pytest.mark.parametrize(

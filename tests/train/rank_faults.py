@@ -1,0 +1,89 @@
+"""One of two ranks to which something happens: ``python -m tests.train.rank_faults ends|disk HOW ARGUMENT``, told which one by the variables
+of a launcher of torch programs.  It prints what it made of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from rose.train import checkpoint as checkpoints
+from rose.train.ranks import tells_of_a_lost_rank
+
+RANK = int(os.environ["RANK"])
+
+
+def another_ends(how: str, seconds: float) -> None:
+    """The second is killed, or hangs, between two sums."""
+    dist.init_process_group("gloo")
+    sums = torch.ones(3)
+    dist.all_reduce(sums)
+    _set_pg_timeout(timedelta(seconds=seconds))  # they have met: how long they took to start does not count
+    if RANK == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 1:  # until the test has heard of the other
+        signal.pause()
+    try:
+        dist.all_reduce(sums)
+    except RuntimeError as error:
+        print(tells_of_a_lost_rank(error), flush=True)
+
+
+def slow_disk(how: str, folder: Path) -> None:
+    """A checkpoint, of which one of them writes or hashes its part slowly."""
+    dist.init_process_group("gloo")
+    clock: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+    dist.all_reduce(torch.ones(3))
+    _set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
+    slow = "_writer" if how == "written" else "_digest"
+    if how == "refused":
+        checkpoints._MAX_JSON_BYTES = 1000
+    work, slow_rank = getattr(checkpoints, slow), [int(how == "written")]
+
+    def slowly(*arguments: Any) -> Any:
+        """For longer than a step may take: as long as a message that nobody sends is waited for."""
+        if RANK in slow_rank:
+            slow_rank.clear()
+            try:
+                dist.recv(torch.zeros(1), src=1 - RANK, group=clock)
+            except RuntimeError:
+                pass
+        return work(*arguments)
+
+    setattr(checkpoints, slow, slowly)
+
+    def at(step: int) -> checkpoints.Checkpoint:
+        state = random.Random(0).getstate()
+        weights = {"w": torch.full((4,), float(step))}
+        return checkpoints.Checkpoint(
+            step=step, attempt=1, version=step, consumed={}, shuffle_state=state, weights=weights
+        )
+
+    try:
+        if how == "of the one before":
+            writer = checkpoints.BackgroundWriter()
+            writer.begin(at(1), folder)
+            writer.begin(at(2), folder)
+            writer.finish()
+        else:
+            checkpoints.save(at(2), folder)
+        print("done", flush=True)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what is asked for
+        print(str(error).splitlines()[0], flush=True)
+
+
+if __name__ == "__main__":
+    what, how, argument = sys.argv[1:]
+    if what == "ends":
+        another_ends(how, float(argument))
+    else:
+        slow_disk(how, Path(argument))
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
