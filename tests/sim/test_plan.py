@@ -43,7 +43,7 @@ SMALL = {
     "name": "small",
     "fleet": {"dedicated": 1, "serving": 16, "trainers": 100},
     "job": {"group_size": 4},
-    "cells": {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 80.0, "in_flight_per_engine": 16},
+    "cells": {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 68.0, "in_flight_per_engine": 16},
 }
 ROOT = Path(__file__).parents[2]
 

@@ -111,7 +111,7 @@ def test_the_command_reads_a_trace_and_prints_what_it_wrote(tmp_path: Path) -> N
         "cells.serving=2",
         "cells.dedicated=1",
         "cells.warm_s=5",
-        "cells.seconds=80",
+        "cells.seconds=62",
         "cells.in_flight_per_engine=4",
     ]
     command = [

@@ -45,9 +45,12 @@ def task(config: Scenario, times: float, system: str = "rose") -> Task:
     )
 
 
-def test_worth_of_a_job_that_does_not_load_the_fleet_is_not_told() -> None:
+def test_worth_of_a_job_that_does_not_load_the_fleet_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trajectories wait for their own steps: half the engines sample as much, so any number of them looks equal."""
     config = scenario(4)
+    # Most of a plan's simulations, and nothing that is looked at here.
+    monkeypatch.setattr("rose.sim.plan.assumptions", lambda *_: [])
+    monkeypatch.setattr("rose.sim.plan.draws", lambda *_: 1)
 
     plan = make_plan(config, traffic_of(config, 1.0), workers=1)
 
