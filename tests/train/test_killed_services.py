@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
+from tests.engine_launcher import Forked, fork_piped
 from tests.scheduler.processes import Daemon
 from tests.train.file_publisher import RUN, file_publisher
 from tests.train.local_actors import LocalActors
@@ -45,7 +46,7 @@ class Deployment:
         self.daemon = Daemon(folder)
         self.tokens = Tokens.generate()
         self.tokens.save(folder / "tokens.toml")
-        self._engine: asyncio.subprocess.Process | None = None
+        self._engine: Forked | None = None
         self._engine_port = free_port()
 
     @contextlib.asynccontextmanager
@@ -81,17 +82,16 @@ class Deployment:
         }
         path = self.folder / "engine.json"
         path.write_text(json.dumps(spec))
-        self._engine = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.train.engine_process", str(path)), stdout=asyncio.subprocess.PIPE
+        self._engine, said = await asyncio.to_thread(
+            fork_piped, "tests.train.engine_process", [str(path)], os.environ
         )
-        assert self._engine.stdout is not None
-        assert (await self._engine.stdout.readline()).startswith(b"ready ")
+        with said:
+            assert (await asyncio.to_thread(said.readline)).startswith("ready ")
 
     async def kill_engine(self) -> None:
         assert self._engine is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._engine.send_signal(signal.SIGKILL)
-        await self._engine.wait()
+        self._engine.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(self._engine.wait)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.conformance), "asynchronous"])

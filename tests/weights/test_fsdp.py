@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +15,7 @@ from rose.weights.subscriber import WeightSubscriber
 pytest.importorskip("torch")
 from safetensors.numpy import load_file
 
+from tests.engine_launcher import run_module
 from tests.weights.fsdp_ranks import CASES, VERSIONS
 
 pytestmark = pytest.mark.timeout(180)
@@ -28,17 +25,8 @@ pytestmark = pytest.mark.timeout(180)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the trainers wrote."""
     folder = tmp_path_factory.mktemp("fsdp")
-    command = [sys.executable, "-m", "tests.weights.fsdp_ranks", str(folder)]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = process.wait(150)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    assert code == 0, (folder / "log").read_text()[-4000:]
+    done = run_module("tests.weights.fsdp_ranks", str(folder), timeout=150)
+    assert done.returncode == 0, done.stdout[-4000:]
     return folder
 
 
