@@ -79,6 +79,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _beside_light_ones(items)
     skipped = config.stash.setdefault(_SKIPPED, [])
     if has_gpu():
         return
@@ -86,6 +87,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
             skipped.append(item.nodeid)
+
+
+def _beside_light_ones(items: list[pytest.Item]) -> None:
+    """The quickstarts come before the policies: their rollout engine has what the other worker leaves of the cores, and tests of policies
+    are one process."""
+    ours = [item for item in items if item.path.name == "test_quickstarts.py"]
+    others = [item for item in items if item.path.name != "test_quickstarts.py"]
+    at = next((at for at, item in enumerate(others) if item.nodeid.startswith("tests/policy/")), len(others))
+    items[:] = [*others[:at], *ours, *others[at:]]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
