@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from tests.engine_launcher import run_module
 from tests.weights.fsdp_ranks import CASES, VERSIONS
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)  # the start of what is forked from is in it
 
 
 @pytest.fixture(scope="module")
