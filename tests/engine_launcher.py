@@ -408,11 +408,6 @@ class Forked:
         return self.returncode
 
 
-def fork_vllm(argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-    """``vllm ARGV`` with all of its environment, a session of its own, forked from the image; it writes to the end of ``log``."""
-    return _Nursery.shared().start(argv, env, log)
-
-
 def fork_module(
     module: str, argv: Sequence[str], env: Mapping[str, str], files: Mapping[int, Path]
 ) -> Forked:

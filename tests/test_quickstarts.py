@@ -1,32 +1,26 @@
 """The quickstarts of ``docs/quickstart/`` as they stand, in one shell and in the order that they name: the fleet's to the rollout
 engine, agents and training on it, then the fleet's end.
 
-Only the ports are changed, to free ones; ``~`` is a folder of the test, with vLLM's cache of models in its own place.  ``vllm`` is the same
-program, of which not every process imports all anew.  That each process of the installed command has the plugin is
-``plugin/test_weights_stock_engine.py``'s to show, and what it does in one with a role ``plugin/test_inert.py``'s.
+Only the ports are changed, to free ones; ``~`` is a folder of the test, with vLLM's cache of models in its own place.  Production is the installed ``vllm``; the rollout engine, which
+the node agent starts by the same name, is the same program with one import for all of its processes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rose.proc import free_port
-from tests.engine_launcher import SERVE_COMMAND, Forked, end_session, fork_vllm
+from tests.engine_launcher import SERVE_COMMAND
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -53,59 +47,15 @@ def script() -> str:
     return text
 
 
-CLIENT = """
-import json, os, signal, socket, sys
-test = socket.socket(socket.AF_UNIX)
-test.connect(sys.argv[1])
-started = {"argv": sys.argv[2:], "env": dict(os.environ), "log": os.readlink("/proc/self/fd/1")}
-told = test.makefile("rw")
-print(json.dumps(started), file=told, flush=True)
-pid = int(told.readline())
-signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-sys.exit(int(told.readline()))
-"""
-"""``vllm`` as far as its shell sees: ends as the engine that the test has forked for it does, and is ended with it."""
-
-
-@contextmanager
-def forked_engines() -> Iterator[Path]:
-    """Forks what each :data:`CLIENT` asks for, at the socket that is given to the block; what of it is left is ended."""
-    engines: list[Forked] = []
-
-    def serve(connection: socket.socket) -> None:
-        with connection, connection.makefile("rw") as client:
-            asked = json.loads(client.readline())
-            engines.append(engine := fork_vllm(asked["argv"], asked["env"], Path(asked["log"])))
-            print(engine.pid, file=client, flush=True)
-            print(engine.wait(600), file=client, flush=True)
-
-    def accept() -> None:
-        with suppress(OSError):  # shut below
-            while True:
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        place = Path(folder) / "engines"  # short, for a socket
-        listener.bind(str(place))
-        listener.listen()
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield place
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for engine in engines:
-                end_session(engine)
-
-
-def write_vllm(folder: Path, place: Path) -> None:
-    """A ``vllm`` that is forked from an image with all imports where production asks, and :data:`SERVE_COMMAND`, with one import for all
-    processes, for the node agent, which must be its engine's parent: for each half a minute less."""
+def write_vllm(folder: Path) -> None:
+    """A ``vllm`` that is the installed one where production asks, and :data:`SERVE_COMMAND` for others: half a minute of imports less."""
+    installed = shutil.which("vllm", path=str(Path(sys.executable).parent))
+    assert installed is not None
     assert SERVE_COMMAND[-1] == "serve"
-    client, script = folder / "client.py", folder / "vllm"
-    client.write_text(CLIENT)
+    script = folder / "vllm"
     script.write_text(
         "#!/bin/sh\n"
-        f'[ "$ROSE_ROLE" = serving ] && exec {shlex.join([sys.executable, "-I", "-S", str(client), str(place)])} "$@"\n'
+        f'[ "$ROSE_ROLE" = serving ] && exec {shlex.quote(installed)} "$@"\n'
         f'export PYTHONPATH={shlex.quote(str(ROOT))}\nexec {shlex.join(SERVE_COMMAND[:-1])} "$@"\n'
     )
     script.chmod(0o700)
@@ -114,11 +64,6 @@ def write_vllm(folder: Path, place: Path) -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each part printed."""
-    with forked_engines() as place:
-        return run_pages(tmp_path_factory, place)
-
-
-def run_pages(tmp_path_factory: pytest.TempPathFactory, place: Path) -> dict[str, str]:
     home = tmp_path_factory.mktemp("home")
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("ROSE_", "VLLM_", "RAY_"))
@@ -127,7 +72,7 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory, place: Path) -> dict[str
     # In a new home vLLM would look at each class of models again, in a process of its own (tests/model_infos.py).
     env["VLLM_CACHE_ROOT"] = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
     commands = tmp_path_factory.mktemp("commands")
-    write_vllm(commands, place)
+    write_vllm(commands)
     env["PATH"] = f"{commands}:{Path(sys.executable).parent}:{env['PATH']}"
     shell = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script()],
