@@ -28,6 +28,7 @@ from rose.errors import RoseError, TrainError, WeightsError
 from rose.train.batch import TrainingSequence, in_order, share_of
 from rose.train.checkpoint import Checkpoint
 from rose.train.protocol import Trainer, TrainReport
+from rose.train.publishing import MakePublisher
 from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device.  What is counted lies in host memory on either."""
 
 MakeTrainer = Callable[[TrainConfig], Any]
-MakePublisher = Callable[[TrainConfig, Tokens, Any, int], Any]
 
 
 class TrainRank:
@@ -243,7 +243,7 @@ class RankedTrainer:
 
 
 class RankedPublisher:
-    """A :class:`rose.train.workers.Publisher`."""
+    """A :class:`rose.train.publishing.Publisher`."""
 
     def __init__(self, trainer: RankedTrainer) -> None:
         self._trainer = trainer

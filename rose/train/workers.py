@@ -33,16 +33,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, Gone, RoseError, TrainError
-from rose.train.build import make_publisher, torch_trainer, weight_store
+from rose.errors import Gone, RoseError, TrainError
+from rose.lineage import WeightVersion
+from rose.train.build import make_publisher, torch_trainer
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.constrained import FIX, constraints_on, own_constraints
 from rose.train.export import Which, export_of
 from rose.train.metrics import lengths_by_quantile, success_by_task, success_rate, trajectory_metrics
+from rose.train.publishing import MakePublisher, Publisher, publish_patiently, published_attempt
 from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,6 @@ LEASE_WAIT_S = 5.0
 """The groups are complete when a lease is asked for; waiting longer would hide that one was lost."""
 STREAM_WAIT_S = 1.0
 """For a group to be complete while others are played; then the driver has a look at them."""
-PUBLISH_PAUSE_S = 1.0
-"""Before a publish that failed is tried again."""
 RESUMED_STEPS = 4
 """Whose ids a resume names, beside those whose leases may wait for a checkpoint.  One would do."""
 BEST_OVER_STEPS = 5
@@ -61,19 +61,8 @@ MAX_NAMED = 8
 """Trajectories of a step that are named in its metrics for being malformed."""
 
 
-class Publisher(Protocol):
-    """What the trainer needs from ``rose.weights.publisher.WeightPublisher``."""
-
-    def publish(self, version: int, *, step: int | None = None, lr: float | None = None) -> Any:
-        """Make ``version`` durable and current; the report has ``kind``, ``bytes_dense``, ``bytes_sent``, ``density``."""
-        ...
-
-
 MakeTrainer = Callable[[TrainConfig], Any]
 """Builds a :class:`rose.train.protocol.Trainer`."""
-
-MakePublisher = Callable[[TrainConfig, Tokens, Any, int], Publisher]
-"""Builds a publisher of ``module`` for ``attempt``: ``(config, tokens, module, attempt)``; on several ranks one on each, which publish together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +188,7 @@ class TrainWorker:
             checkpoints.latest_attempt(self._directory),
             # An output folder that was wiped must not make two lives of the job share names.
             await self._client.latest_attempt(self._config.job),
-            await asyncio.to_thread(self._published_attempt),
+            await asyncio.to_thread(published_attempt, self._config, self._tokens, self._make_publisher),
         )
         if found is None and self._attempt > 1:
             await self._begin_afresh()
@@ -367,17 +356,6 @@ class TrainWorker:
     def _bound_by(self, alpha: int | None) -> None:
         if alpha is not None:
             self._collected.params = replace(self._collected.params, alpha=alpha)
-
-    def _published_attempt(self) -> int:
-        """The highest attempt that published weights of this run; 0 for none, or where the transport is not ours."""
-        if self._make_publisher is not make_publisher:
-            return 0
-        store = weight_store(self._config, self._tokens)
-        try:
-            head = store.wait_head(self._config.run_id, None, 0.0)
-        finally:
-            store.close()
-        return 0 if head is None else head.attempt
 
     async def release(self) -> None:
         """Hand back what was leased for a step that will be begun again."""
@@ -593,33 +571,14 @@ class TrainWorker:
     async def _publish(self, learning_rate: float | None) -> dict[str, Any]:
         """Publish the weights as they are, then let no worker below them take a turn."""
         assert self._publisher is not None
-        version = self._trainer.step_index
-        started_s = time.monotonic()
-        while True:
-            try:
-                report = await asyncio.to_thread(
-                    self._publisher.publish, version, step=version - 1 if version else None, lr=learning_rate
-                )
-                break
-            except CapacityError as error:
-                # What was sent so far is no version yet; publishing again is right.
-                if time.monotonic() - started_s >= self._config.weights.patience_s:
-                    raise
-                logger.warning("version %s.%s is not published yet: %s", self._attempt, version, error)
-                await asyncio.sleep(PUBLISH_PAUSE_S)
-        await self._client.set_version(
-            job=self._config.job,
-            attempt=self._attempt,
-            version=version,
-            run=self._run,
-            **self._staleness,
+        version, config = WeightVersion(self._attempt, self._trainer.step_index), self._config
+        sent = await publish_patiently(
+            self._publisher, version, learning_rate=learning_rate, patience_s=config.weights.patience_s
         )
-        return {
-            "kind": str(report.kind),
-            "bytes_dense": int(report.bytes_dense),
-            "bytes_sent": int(report.bytes_sent),
-            "density": float(report.density),
-        }
+        await self._client.set_version(
+            job=config.job, attempt=version.attempt, version=version.version, run=self._run, **self._staleness
+        )
+        return sent
 
 
 def _constraints(trajectories: Sequence[dict[str, Any]]) -> set[str]:

@@ -27,6 +27,7 @@ from rose.train.client import SchedulerClient
 from rose.train.device_loan import DeviceLoan
 from rose.train.loop import train_with
 from rose.train.metrics import MetricsFile, records_of, steps_without_a_line
+from rose.train.publishing import published_attempt
 from rose.train.train_config import LendSettings, TrainConfig
 from rose.train.workers import Parts, TrainWorker
 from tests.coserve.conftest import Device, until
@@ -411,10 +412,9 @@ def test_the_attempt_that_published_last_counts_too(tmp_path: Path, policy_model
     }
     config = TrainConfig.model_validate(table)
     tokens = Tokens.generate()
-    worker = TrainWorker(config, tokens)
-    assert worker._published_attempt() == 0
+    assert published_attempt(config, tokens, make_publisher) == 0
     make_publisher(config, tokens, torch.nn.Linear(4, 4), 5).publish(0)
-    assert worker._published_attempt() == 5
+    assert published_attempt(config, tokens, make_publisher) == 5
 
 
 class Unreachable:
@@ -435,7 +435,7 @@ class Unreachable:
 async def test_a_store_that_is_away_for_a_while_does_not_end_the_run(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.train.workers.PUBLISH_PAUSE_S", 0.01)
+    monkeypatch.setattr("rose.train.publishing.PAUSE_S", 0.01)
     Unreachable.num_failures = 3
     script, config, _ = await run(world, {}, num_steps=2, parts=Parts(make_publisher=Unreachable))
     assert [record["step"] for record in script.records] == [0, 1]
