@@ -130,8 +130,6 @@ class PolicyModel(ComputingModel):
         self._path = model_path
         masters_on = torch.device("cpu") if offload else self.device
         self._lora = lora
-        self.base = identity_of(model_path)
-        """What training begins with, as checkpoints say it."""
         if self.world_size > 1:
             skeleton, computing = empty_modules(model_path, self._compute_dtype)
             if lora is not None:
@@ -150,6 +148,8 @@ class PolicyModel(ComputingModel):
             self._policy = _Policy(computing)
             base, adapters = parameters_of(computing)
         """Under the checkpoint's names: fp32 masters, or what adapters are merged to.  What a publisher reads; on several ranks the tensors are sharded."""
+        self.base = identity_of(model_path)
+        """What training begins with, as checkpoints say it."""
         config = computing.config
         self.vocab_size = _size_of(config, "vocab_size")
         self.max_tokens = _size_of(config, "max_position_embeddings")
