@@ -190,11 +190,15 @@ class TrainWorker:
             await self._client.latest_attempt(self._config.job),
             await asyncio.to_thread(published_attempt, self._config, self._tokens, self._make_publisher),
         )
-        if found is None and self._attempt > 1:
+        is_afresh = found is None and self._attempt > 1
+        if is_afresh:
             await self._begin_afresh()
-        # Claims the number before anyone hears it: a death right after this leaves the attempt used up.
+        # Claims the number before anyone trains under it: a death right after this leaves the attempt used up.
         await self._save()
-        await self._resume()
+        if is_afresh:  # once more: a driver of before that still lives has played on meanwhile
+            await self._begin_afresh()
+        else:
+            await self._resume()
         if self._ranks:
             open_publisher = partial(self._trainer.open_publisher, self._make_publisher, self._tokens)
         else:
@@ -525,11 +529,12 @@ class TrainWorker:
     async def _begin_afresh(self) -> None:
         """Give up what an earlier life of the job, of which this folder knows nothing, has left at the scheduler.
 
-        Its episodes may be of another environment or have another reward.  Before the attempt is claimed, and under the last one's number:
-        after a death from here on the same is done again.
+        Its episodes may be of another environment or have another reward.  Before the attempt is claimed: after a death on the way the same
+        is done again.  Under the number of the new one, which may be said twice: a driver of before that still lives is refused its next lease or
+        acknowledgement, and ends of it.
         """
         groups, running = await self._client.resume(
-            job=self._config.job, attempt=self._attempt - 1, consumed=(), run=self._run, afresh=True
+            job=self._config.job, attempt=self._attempt, consumed=(), run=self._run, afresh=True
         )
         if groups or running:
             logger.warning(
