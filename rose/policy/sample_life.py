@@ -152,6 +152,13 @@ class SampleLife:
                     counts[state.value] += count
         return counts
 
+    def latest_attempts(self) -> dict[str, int]:
+        """By job, the highest of any of its consumers."""
+        latest: dict[str, int] = {}
+        for (job, _), attempt in self.attempts.items():
+            latest[job] = max(attempt, latest.get(job, 0))
+        return latest
+
     def _move(self, sample: Sample, state: SampleState) -> None:
         self.num_here[(sample.job, sample.state)] -= 1
         self.num_here[(sample.job, state)] += 1

@@ -313,6 +313,7 @@ class Status:
             "dropped_unleased": self.num_unleased,
             "discards": {job: store.book.discards.report(job) for job in store.book.discards.jobs()},
             "versions": {job: format_version(version) for job, version in store.versions.items()},
+            "attempts": store.book.latest_attempts(),
             "held_bytes": dict(store.holdings.jobs),
             "journal_bytes": store.journal.size_bytes,
             "recovered_records": store.num_recovered,

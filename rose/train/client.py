@@ -330,13 +330,17 @@ class SchedulerClient:
             log.error("%s", answer["warning"])
 
     async def latest_attempt(self, job: str) -> int:
-        """The highest attempt of the job that the scheduler knows; 0 for none."""
+        """The highest attempt of the job that the scheduler knows; 0 for none.  Of one that died before its first version it has heard as well."""
         answer = await self._call("GET", "/status", self._by("trainer"))
         version = _field(answer, "versions", dict).get(job)
+        # A scheduler of before says of versions alone.
+        resumed = _field(answer, "attempts", dict).get(job, 0) if "attempts" in answer else 0
+        if not isinstance(resumed, int):
+            raise EngineError("holds something that is no attempt", field="attempts")
         if version is None:
-            return 0
+            return resumed
         try:
-            return parse_version(version)[0]
+            return max(resumed, parse_version(version)[0])
         except RoseError as error:
             raise EngineError("holds something that is no version", field="versions") from error
 

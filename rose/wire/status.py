@@ -164,6 +164,8 @@ class SchedulerStatus(TypedDict):
     """Job -> cause -> discarded trajectories, by quarter of all lengths, shortest first."""
     versions: dict[str, str]
     """Job -> newest weight version that its trainer stated."""
+    attempts: dict[str, int]
+    """Job -> highest attempt that a trainer of it has resumed under: the next is above this one, whether it published anything or not."""
     held_bytes: dict[str, int]
     """Job -> bytes that its trajectories hold in memory."""
     journal_bytes: int

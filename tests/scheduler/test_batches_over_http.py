@@ -105,6 +105,9 @@ async def test_a_restarted_trainer_resumes(world: World) -> None:
         "POST", "/rose/v1/jobs/job/resume", {"attempt": 2, "consumed": [names[0]]}, role="trainer"
     )
     assert resumed == {"returned_groups": 2, "consumed": 1, "dropped_groups": 0, "cancelled": 0}
+    other = {"attempt": 1, "consumed": [], "consumer": "critic"}
+    await world.ok("POST", "/rose/v1/jobs/job/resume", other, role="trainer")
+    assert (await world.ok("GET", "/status"))["attempts"] == {"job": 2}
     batch = await world.ok(
         "POST", "/rose/v1/batches/lease", {**lease, "num_groups": 1, "version": [2, 0]}, role="trainer"
     )

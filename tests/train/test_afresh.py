@@ -57,7 +57,7 @@ class DiesUnpublished:
         return self._inner.publish(version, **told)
 
 
-@pytest.mark.parametrize("num_deaths", [1])
+@pytest.mark.parametrize("num_deaths", [1, 2])
 async def test_starts_that_died_before_they_published_can_be_wiped_away(
     world: World, num_deaths: int
 ) -> None:
@@ -70,7 +70,7 @@ async def test_starts_that_died_before_they_published_can_be_wiped_away(
             await run(world, {}, num_steps=1, parts=Parts(make_publisher=DiesUnpublished))
     shutil.rmtree(config.output_dir)
     _, config, result = await run(world, {}, num_steps=1)
-    assert result.num_steps == 1
+    assert (result.num_steps, result.attempt) == (1, 2 + num_deaths)
     assert len(consumed_of(config)[0]) == 8
 
 
