@@ -160,16 +160,8 @@ class Actors:
         if trainer_alive:
             await answer_of(self._trainer.release.remote())
         else:
-            started = await answer_of(self._trainer.start.remote(self.alpha))
-            settings = self.config.trainer
-            # The first one is durable when the second begins.
-            durable = self.step >= settings.checkpoint_every * (1 + settings.background_checkpoints)
-            if durable and not started["step"] and not started["passed_over"]:
-                raise TrainError(
-                    f"the trainer came back and found no checkpoint, where {self.step} steps had been taken",
-                    field="output_dir",
-                    fix="put it on storage that all nodes share",
-                )
+            num_taken = self.step if self.attempt else None  # by a trainer that this one replaces
+            started = await answer_of(self._trainer.start.remote(self.alpha, num_taken))
             self.step, self.attempt = started["step"], started["attempt"]
             events.append({"event": "attempt", **started})
         return events

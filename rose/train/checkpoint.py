@@ -478,6 +478,38 @@ def load_latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
+def to_go_on_from(
+    directory: Path, *, num_taken: int | None, most_behind: int
+) -> tuple[Checkpoint | None, list[str]]:
+    """:func:`load_latest` for a trainer that starts, where going on from nothing would not lose what is there.
+
+    Args:
+        num_taken: Steps taken under the trainer that this one replaces; None: it replaces none.
+        most_behind: Steps by which the newest checkpoint of a trainer may lie behind it.
+
+    Raises:
+        TrainError: There are checkpoints and none can be read, or those of the trainer before are not here.
+    """
+    found, passed_over = load_latest(directory)
+    if found is None and passed_over:
+        # Going on from nothing would drop them as its own come, and they may be readable tomorrow.
+        raise TrainError(
+            f"none of {len(passed_over)} checkpoints can be read, the newest: {passed_over[0]}",
+            field="output_dir",
+            fix=f"repair them, or move {directory} away to begin anew",
+        )
+    # A trainer writes one before its first step.
+    if num_taken is not None and (
+        found is None or (not found.step and not passed_over and num_taken >= most_behind)
+    ):
+        raise TrainError(
+            f"the trainer came back and found no checkpoint, where {num_taken} steps had been taken",
+            field="output_dir",
+            fix="put it on storage that all nodes share",
+        )
+    return found, passed_over
+
+
 def latest_attempt(directory: Path) -> int:
     """The highest attempt that any checkpoint, readable or not, names; 0 if there is none."""
     return max((order_of(path)[0] for path in newest_first(directory)), default=0)

@@ -140,15 +140,16 @@ class TrainWorker:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def start(self, alpha: int | None = None) -> dict[str, Any]:
+    async def start(self, alpha: int | None = None, num_taken: int | None = None) -> dict[str, Any]:
         """Open a new attempt; ``{attempt, step, passed_over, num_consumed, update}``, where ``step`` is the next to take, and ``num_consumed`` says of
         how many trajectories the steps before it were, as far as the checkpoint does.
 
         Args:
             alpha: Versions beyond which a sample is too old; None = as the job has it.
+            num_taken: Steps taken under the worker that this one replaces; None: it replaces none.
 
         Raises:
-            TrainError: There are checkpoints, and none can be read.
+            TrainError: There are checkpoints, and none can be read; or those of the worker before are not there.  Before anything is given up.
             RoseError: Model, scheduler or relay refuse.
         """
         from rose.train import checkpoint as checkpoints
@@ -173,14 +174,14 @@ class TrainWorker:
             )
         streamed = self._config.streamed if self._streams else "off"
         logger.info("steps begin before their batch is complete (trainer.stream_groups): %s", streamed)
-        found, passed_over = await asyncio.to_thread(checkpoints.load_latest, self._directory)
-        if found is None and passed_over:
-            # Going on from nothing would drop them as its own come, and they may be readable tomorrow.
-            raise TrainError(
-                f"none of {len(passed_over)} checkpoints can be read, the newest: {passed_over[0]}",
-                field="output_dir",
-                fix=f"repair them, or move {self._directory} away to begin anew",
-            )
+        settings = self._config.trainer
+        found, passed_over = await asyncio.to_thread(
+            checkpoints.to_go_on_from,
+            self._directory,
+            num_taken=num_taken,
+            # The first one is durable when the second begins.
+            most_behind=settings.checkpoint_every * (1 + settings.background_checkpoints),
+        )
         if found is not None:
             await asyncio.to_thread(self._trainer.restore, found)
             self._consumed = {step: tuple(ids) for step, ids in found.consumed.items()}

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from rose.errors import TrainError
+from rose.scheduler.records import FinishRecord
 from rose.train.build import trainer_params
 from rose.train.client import SchedulerClient
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
-from tests.train.file_publisher import file_publisher
+from tests.train.file_publisher import RUN, file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run
 from tests.train.ray_world import job_table
@@ -185,8 +186,19 @@ async def _play(actors: LocalActors, config: TrainConfig) -> None:
     await actors.run([plans])
 
 
-async def test_a_trainer_that_comes_back_to_an_empty_folder_does_not_begin_anew(world: World) -> None:
-    """Restarted on a node that does not share the folder: three steps would be gone without a word."""
+@pytest.mark.parametrize(("last_step", "checkpoint_every"), [(2, 1), (0, 5)])
+async def test_a_trainer_that_comes_back_to_an_empty_folder_does_not_begin_anew(
+    world: World, last_step: int, checkpoint_every: int
+) -> None:
+    """Restarted on a node that does not share the folder: its steps would be gone without a word, and what waits given up."""
+    assert world.scheduler is not None
+    store = world.scheduler.store
+
+    async def leave_a_group() -> None:
+        for reward in range(SMALL["group_size"]):
+            size = SMALL["group_size"]
+            name = store.create(job=RUN, group_id="waits", group_size=size, task={}, sampling={})
+            store.finish(FinishRecord(id=name, reward=float(reward)))
 
     def prepare(actors: LocalActors) -> None:
         kill = actors.kill_trainer
@@ -194,11 +206,16 @@ async def test_a_trainer_that_comes_back_to_an_empty_folder_does_not_begin_anew(
         def kill_and_wipe() -> None:
             kill()
             shutil.rmtree(actors.config.output_dir / "checkpoints")
+            world.call(leave_a_group())
 
         actors.kill_trainer = kill_and_wipe  # type: ignore[method-assign]
 
-    with pytest.raises(TrainError, match=r"output_dir: .*no checkpoint, where 3 steps had been taken"):
-        await run(world, {2: "kill_trainer"}, prepare=prepare, num_steps=5)
+    told = rf"output_dir: .*no checkpoint, where {last_step + 1} steps had been taken"
+    trainer = {"checkpoint_every": checkpoint_every}
+    with pytest.raises(TrainError, match=told):
+        await run(world, {last_step: "kill_trainer"}, prepare=prepare, num_steps=8, trainer=trainer)
+    assert "waits" in store.book.ready[RUN]
+    assert store.book.attempts[RUN, ""] == 1
 
 
 async def test_a_synchronous_refill_leaves_nothing_over_where_nothing_old_may_be_used(world: World) -> None:
