@@ -52,10 +52,12 @@ class TrajectoryCancelled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupForsaken:
-    """No trainer has come for what of this group has finished, and nobody plays the rest of it."""
+    """No trainer has what of this group has finished, none is to have it, and nobody plays the rest of it."""
 
     job: str
     group_id: str
+    reason: str = "unleased"
+    """None came for it in time; or ``afresh``: one begins the job anew, and wants nothing of before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -248,7 +248,7 @@ class SampleLife:
             raise NotFound(f"job '{event.job}' has no group '{event.group_id}'", field="group_id")
         if not self.is_waiting(group):
             raise Conflict("some of its trajectories are played, or a trainer has them", field="group_id")
-        return [self._drop(event.job, [event.group_id], SampleState.CANCELLED, "unleased")]
+        return [self._drop(event.job, [event.group_id], SampleState.CANCELLED, event.reason)]
 
     # --- books -----------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ A trainer may name ``alpha`` and ``on_stale`` with each version and each batch t
 A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
 It may take groups in the order they were *submitted*: then no short group overtakes a long one.
 
-A group that no trainer comes for leaves as a whole when the shell says so (:class:`GroupForsaken`), once nobody plays it.
+A group that no trainer comes for, or whose job begins anew, leaves as a whole when the shell says so (:class:`GroupForsaken`), once nobody plays it.
 
 What is thrown away is counted by cause and by length (``rose.policy.discards``).
 

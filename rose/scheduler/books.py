@@ -303,7 +303,9 @@ class Books:
                     sp.TrajectoryCancelled(trajectory_id=record.id, reason=record.reason)
                 )
             case UnleasedRecord():
-                actions = self.book.handle(sp.GroupForsaken(job=record.job, group_id=record.group_id))
+                actions = self.book.handle(
+                    sp.GroupForsaken(job=record.job, group_id=record.group_id, reason=record.reason)
+                )
             case LeaseRecord():
                 actions = self.book.handle(
                     sp.BatchRestored(

@@ -324,11 +324,10 @@ class ControlRoutes:
         self._store.check_run(job, body.run or "")
         actions = self._store.resume(job, body.attempt, body.consumed, body.consumer or "")
         self._carry_out(actions)
-        cancelled, forsaken = list[sp.Action](), list[sp.Action]()
+        num_waited = num_running = 0
         if body.afresh:
-            cancelled = self._store.cancel_running(job, "afresh")
-            forsaken = self._store.forsake_waiting(job)
-            self._carry_out([*cancelled, *forsaken])
+            num_waited, num_running, given_up = self._store.begin_afresh(job)
+            self._carry_out(given_up)
         await self._store.journal.commit()
         returned = [
             name for action in actions if isinstance(action, sp.Returned) for name in action.group_ids
@@ -340,8 +339,8 @@ class ControlRoutes:
             ResumedJob(
                 returned_groups=len(set(returned)),
                 consumed=len(dropped),
-                dropped_groups=len(forsaken),
-                cancelled=len(cancelled),
+                dropped_groups=num_waited,
+                cancelled=num_running,
             )
         )
 

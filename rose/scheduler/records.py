@@ -178,10 +178,12 @@ class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
 
 
 class UnleasedRecord(msgspec.Struct, tag="unleased", frozen=True, gc=False):
-    """A group that no trainer came for, given up."""
+    """A group that waited, given up."""
 
     job: str
     group_id: str
+    reason: str = "unleased"
+    """No trainer came for it; or ``afresh``: one began the job anew."""
 
 
 class ReturnRecord(msgspec.Struct, tag="return", frozen=True, gc=False):

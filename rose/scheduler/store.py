@@ -386,24 +386,26 @@ class TrajectoryStore(Books):
     def resume(self, job: str, attempt: int, consumed: list[str], consumer: str = "") -> list[sp.Action]:
         return self._write(ResumeRecord(job=job, attempt=attempt, consumed=consumed, consumer=consumer))
 
-    def cancel_running(self, job: str, reason: str) -> list[sp.Action]:
-        """End all trajectories of the job that no agent has finished."""
-        members = [name for key, group in self.book.groups.items() if key[0] == job for name in group.members]
-        actions: list[sp.Action] = []
-        for name in members:
+    def begin_afresh(self, job: str) -> tuple[int, int, list[sp.Action]]:
+        """Give up all of the job that no trainer has: how many groups that waited, incomplete ones too, and how many trajectories that ran."""
+        cancelled, forsaken = list[sp.Action](), list[sp.Action]()
+        groups = [group for key, group in self.book.groups.items() if key[0] == job]
+        for name in [name for group in groups for name in group.members]:
             sample = self.book.samples.get(name)
             if sample is not None and sample.state is sp.SampleState.RUNNING:
-                actions.extend(self._write(CancelRecord(id=name, reason=reason)))
-        return actions
-
-    def forsake_waiting(self, job: str) -> list[sp.Action]:
-        """Give up all groups of the job of which nothing runs and that no trainer has, incomplete ones too."""
-        groups = [group for key, group in self.book.groups.items() if key[0] == job]
-        actions: list[sp.Action] = []
+                cancelled.extend(self._write(CancelRecord(id=name, reason="afresh")))
         for group in groups:
-            if self.book.is_waiting(group):
-                actions.extend(self._write(UnleasedRecord(job=job, group_id=group.group_id)))
-        return actions
+            if group.members and self.book.is_waiting(group):
+                record = UnleasedRecord(job=job, group_id=group.group_id, reason="afresh")
+                forsaken.extend(self._write(record))
+        if cancelled or forsaken:
+            log.warning(
+                "a trainer of job '%s' begins afresh: %d groups that waited and %d episodes that ran are given up",
+                job[:64],
+                len(forsaken),
+                len(cancelled),
+            )
+        return len(forsaken), len(cancelled), [*cancelled, *forsaken]
 
     def expire(self, at_s: float) -> list[sp.Action]:
         """Return the batches whose trainer has gone quiet."""

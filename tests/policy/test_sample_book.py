@@ -505,8 +505,8 @@ def test_a_group_that_no_trainer_came_for_is_given_up_whole(book: sp.SampleBook)
     assert book.handle(sp.GroupForsaken(job="j", group_id="g")) == [
         sp.Discard(trajectory_ids=("g0", "g1"), reason="unleased")
     ]
-    assert book.handle(sp.GroupForsaken(job="j", group_id="h")) == [
-        sp.Discard(trajectory_ids=("half",), reason="unleased")
+    assert book.handle(sp.GroupForsaken(job="j", group_id="h", reason="afresh")) == [
+        sp.Discard(trajectory_ids=("half",), reason="afresh")
     ]
     assert leased(lease(book)) == ()
 

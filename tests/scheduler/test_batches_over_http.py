@@ -114,7 +114,9 @@ async def test_a_restarted_trainer_resumes(world: World) -> None:
     assert [t["id"] for t in batch["trajectories"]] == [names[1]]
 
 
-async def test_a_trainer_that_begins_afresh_gets_nothing_that_was_sampled_before(world: World) -> None:
+async def test_a_trainer_that_begins_afresh_gets_nothing_that_was_sampled_before(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     await world.start()
     await world.add("a")
 
@@ -141,6 +143,14 @@ async def test_a_trainer_that_begins_afresh_gets_nothing_that_was_sampled_before
         assert (await world.call("POST", finish, {"reward": 1}))[0] == 410
     assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
     await world.ok("POST", f"/rose/v1/trajectories/{other}/finish", {"reward": 1})
+
+    told = await world.ok("GET", "/status")
+    assert told["dropped_unleased"] == 0, "nobody was late for it"
+    assert {cause: sum(row) for cause, row in told["discards"]["job"].items()} == {"afresh": 5}
+    said = [record.getMessage() for record in caplog.records if "afresh" in record.getMessage()]
+    assert said == [
+        "a trainer of job 'job' begins afresh: 3 groups that waited and 2 episodes that ran are given up"
+    ]
 
 
 async def test_a_trainer_that_begins_anew_far_below_its_own_steps_hears_what_it_loses(

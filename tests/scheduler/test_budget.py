@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rose.errors import CapacityError
 from rose.scheduler.journal import Journal
-from rose.scheduler.records import FinishRecord, TurnRecord, packed
+from rose.scheduler.records import FinishRecord, Record, TurnRecord, UnleasedRecord, packed
 from rose.scheduler.store import TrajectoryStore, sp
 from tests.scheduler.conftest import World, generate, user
 from tests.scheduler.test_asking_again import rejoin
@@ -211,6 +212,23 @@ def test_a_batch_that_comes_back_has_the_whole_time_again(tmp_path: Path, monkey
     at_s = 151.0
     assert store.expire_unleased(60.0) == [sp.Discard(trajectory_ids=tuple(names), reason="unleased")]
     store.journal.close()
+
+
+def test_why_a_group_was_given_up_is_in_the_journal(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    half, running = sampled(store, "half"), sampled(store, "runs", finished=False)
+    assert store.begin_afresh("job")[:2] == (1, 1)
+    store.journal.close()
+    again = store_of(tmp_path)
+    assert (again.state(half), again.state(running)) == (("cancelled", "afresh"),) * 2
+    assert again.num_unleased == 0
+    again.journal.close()
+
+
+def test_a_journal_that_does_not_say_why_a_group_was_given_up_means_that_no_trainer_came() -> None:
+    before = msgspec.msgpack.encode({"type": "unleased", "job": "job", "group_id": "g"})
+    assert msgspec.msgpack.decode(before, type=Record) == UnleasedRecord(job="job", group_id="g")
+    assert UnleasedRecord(job="job", group_id="g").reason == "unleased"
 
 
 async def test_a_job_that_nobody_trains_does_not_stay_full(world: World) -> None:
