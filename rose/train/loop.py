@@ -286,7 +286,7 @@ async def _synchronous_step(
                 num_groups=wanted,
                 group_size=config.rollout.group_size,
                 num_redundant=config.rollout.redundant_episodes,
-                first_index=actors.num_named if round_index else 0,
+                first_index=max(config.rollout.num_groups, actors.num_named) if round_index else 0,
                 ratios=actors.shapes.ratios,
             )
         actors.note_names(plans)

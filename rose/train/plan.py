@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any
 
 from rose.train.envs.base import Task
@@ -63,11 +64,12 @@ def plan_groups(
         mix: The tasks of the job; steps walk through them in order.
         first_task: Where in ``mix`` this step begins.  None: of a refill, whose tasks are drawn beside that order.
         num_groups: Groups wanted now, complete ones among ``waiting`` included.
-        first_index: Above the numbers of what this step has launched before (a refill launches new ones).
+        first_index: Above the numbers of what this step has launched before, and of its own groups (a refill launches new ones).
         ratios: New prompt tokens per sampled one, by task.
 
     Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
-    the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.
+    the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.  Its
+    number is the lowest that none of the step's has, of whatever attempt: the number is the task's.
     """
     ratios = ratios or {}
     plans = [
@@ -76,11 +78,11 @@ def plan_groups(
         if group.num_finished < group.group_size
     ]
     num_begun = len(waiting)
-    names = {group.group_id for group in waiting}
+    taken = {_number(group.group_id, step) for group in waiting}
     index = first_index
     while num_begun < num_groups:
         group_id = f"{attempt}-{step:06d}-{index:04d}"
-        if group_id not in names:
+        if index not in taken:
             if first_task is None:
                 task_kind, task = mix.drawn(step, index)
             else:
@@ -106,6 +108,8 @@ class TaskOrder:
 
     A step that takes what a refill has left over begins fewer groups of its own than ``num_groups``; what it does not begin is the next step's.  So the
     order of all groups but refills is that of a run without refills, and no place in it is left out for ever.
+
+    Group ``i`` of a step has the place ``first(step) + i``, in each attempt; refills have numbers from ``num_groups`` on.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -127,11 +131,27 @@ class TaskOrder:
     def begin(self, step: int, waiting: Sequence[GroupState]) -> int:
         """Where ``step`` begins; ``waiting``: the groups that it finds, of which those that it did not name itself take places of its own."""
         first = self.first(step)
-        num_others = sum(group.group_id.split("-")[1:2] != [f"{step:06d}"] for group in waiting)
+        named = {number for group in waiting if (number := _number(group.group_id, step)) is not None}
+        held = {number for number in named if number < self._num_groups}
+        # As `plan_groups` numbers what it begins.
+        free = (number for number in count() if number not in held)
+        begun = held | set(islice(free, max(0, self._num_groups - len(waiting))))
+        num_begun = next(number for number in count() if number not in begun)
+        if len(named) > len(held):
+            # Its refills began when all of its own had been played: those that are not there have failed, or were dropped.
+            num_begun = max(begun, default=-1) + 1
         # A step that is taken again finds what later ones had begun: that is not begun again.
-        end = max(self._first.get(step + 1, 0), first + max(0, self._num_groups - num_others))
-        self._first[step + 1] = end
+        self._first[step + 1] = max(self._first.get(step + 1, 0), first + num_begun)
         return first
+
+
+def _number(group_id: str, step: int) -> int | None:
+    """Of a group that any attempt has named for ``step``; None of another."""
+    match group_id.split("-"):
+        case [_, its_step, number] if its_step == f"{step:06d}" and number.isdecimal():
+            return int(number)
+        case _:
+            return None
 
 
 def num_named(plans: Sequence[GroupPlan], *, attempt: int, step: int) -> int:

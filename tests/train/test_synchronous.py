@@ -102,6 +102,17 @@ async def test_a_refill_meets_no_group_that_was_named_beside_those_that_waited(t
     assert len(names) == len({*names}) == 2 + 3 + 2
 
 
+async def test_a_refill_has_no_number_of_the_steps_own(tmp_path: Path) -> None:
+    """Also in a step that begins fewer groups of its own, beside what was left over: a later attempt tells them apart by it."""
+    actors = PlayedActors(config_of(tmp_path), refills=[2])
+    actors._waiting.append(GroupState(group_id="left", group_size=2, task={}, num_finished=2))
+    await train_with(actors, lambda _: None)
+    assert actors.rounds == [
+        ["1-000000-0000", "1-000000-0001", "1-000000-0002"],
+        ["1-000000-0004", "1-000000-0005"],
+    ]
+
+
 class Refilling(PlayedActors):
     """In each step one group is missing after the first lease, and ``launch`` are begun for it.  A step takes what is oldest, and what it leaves waits."""
 
