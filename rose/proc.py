@@ -291,7 +291,15 @@ class Child:
         self.kill()
 
     async def terminate_async(self, grace_s: float = 10.0) -> None:
-        await asyncio.to_thread(self.terminate, grace_s)
+        """:meth:`terminate`.  One that is cancelled is over when its thread is: a child's methods are for one thread."""
+        thread = asyncio.ensure_future(asyncio.to_thread(self.terminate, grace_s))
+        try:
+            await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            await asyncio.wait({thread})
+            if not thread.cancelled():
+                thread.exception()  # said by whoever ends it next
+            raise
 
     def kill(self, timeout_s: float = 10.0) -> None:
         """SIGKILL for the whole tree, now; returns when nothing is left.  Works on stopped processes too.

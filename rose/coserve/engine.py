@@ -459,6 +459,11 @@ class RolloutEngine:
         self.weights_broken = True
         await self.kill("a failed weight update could not be undone, its weights are of no version")
 
+    @property
+    def stop_asked(self) -> bool:
+        """:meth:`stop` was called since the last start, whether or not it has ended all."""
+        return self._stop_asked
+
     async def stop(self, grace_s: float | None = None) -> None:
         """End it and everything below it; one that is about to be started is not.  A second call waits for the first, and ends nothing that was
         started after it was made.

@@ -37,13 +37,8 @@ class Terms(Protocol):
     def mode(self) -> Mode: ...
 
     @property
-    def want_engine(self) -> bool:
-        """False: an operator stopped it, or the agent is leaving."""
-        ...
-
-    @property
     def wants_engine(self) -> bool:
-        """:attr:`want_engine`, and by the mode too."""
+        """By its mode, and no operator stopped it, and the agent is not leaving."""
         ...
 
     def waits_for(self) -> str | None:
@@ -129,7 +124,7 @@ class EngineKeeper:
                 await asyncio.wait({ended}, timeout=FITS_EVERY_S)
                 if ended.done():
                     break
-                if not self._terms.want_engine:
+                if self._engine.stop_asked:  # not just unwanted: who leaves takes the loan back first
                     await self._engine.stop()
                 elif (reason := self._terms.outgrown()) is not None:
                     logger.warning("the rollout engine is started anew: %s", reason)

@@ -117,6 +117,34 @@ async def test_a_stop_that_waited_for_another_leaves_the_engine_that_was_started
     starting.cancel()
 
 
+async def test_an_engine_that_is_no_longer_wanted_runs_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An agent that leaves wants no engine first, has its pages back next, and stops it last: its requests end with their tokens.
+    monkeypatch.setattr(engine_keeper, "FITS_EVERY_S", 0.0)
+    agent = NodeAgent(settings(tmp_path), Tokens.generate())
+    engine, exited, looks = agent.engine, asyncio.Event(), asyncio.Semaphore(0)
+    stopped = list[int]()
+
+    async def stop() -> None:
+        stopped.append(1)
+        exited.set()
+
+    def outgrown() -> None:
+        looks.release()
+
+    monkeypatch.setattr(engine, "wait_exit", exited.wait)
+    monkeypatch.setattr(engine, "stop", stop)
+    monkeypatch.setattr(agent, "outgrown", outgrown)
+    agent.want_engine = False
+    keeping = asyncio.create_task(agent._keeper._while_it_fits())
+    waiting = asyncio.gather(*(looks.acquire() for _ in range(3)))
+    await asyncio.wait({keeping, asyncio.ensure_future(waiting)}, return_when=asyncio.FIRST_COMPLETED)
+    assert not stopped
+    exited.set()
+    await keeping
+
+
 class SlowToStop:
     """A process tree that takes some turns of the loop to end."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +229,31 @@ def test_what_a_child_died_of_is_named_also_where_it_stands_far_above_the_end(tm
         f"(9.07/14.96 GiB) is less than desired; the end of {log}:"
     )
     assert tail[-1].startswith("RuntimeError: Engine core initialization failed")
+
+
+async def test_who_is_cancelled_while_it_ends_a_tree_is_over_when_that_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = Child.start(python("c", SLEEPER))
+    terminate, begun, go_on = child.terminate, threading.Event(), threading.Event()
+
+    def slowly(grace_s: float) -> None:
+        begun.set()
+        go_on.wait()
+        terminate(grace_s)
+
+    monkeypatch.setattr(child, "terminate", slowly)
+    ending = asyncio.create_task(child.terminate_async())
+    await asyncio.to_thread(begun.wait)
+    ending.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    early = ending.done()
+    go_on.set()
+    assert not early
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert not child.processes()
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile() -> None:
