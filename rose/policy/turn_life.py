@@ -359,7 +359,7 @@ class TurnLife:
         return actions
 
     def _begin_anew(self, turn: Turn, at_s: float) -> list[Action]:
-        """A turn whose tokens no engine may go on from.  A client that has read them cannot take them back: then it has failed."""
+        """A queued turn whose tokens no engine may go on from.  A client that has read them cannot take them back: then it has failed."""
         if turn.spec.streamed and turn.spec.resumable and turn.token_ids:
             return self._finish(
                 turn,
@@ -368,7 +368,10 @@ class TurnLife:
                 "infra",
                 message="the engines went over to another run's weights",
             )
-        return self._forget_tokens(turn)
+        self.placer.remove(turn)
+        actions = self._forget_tokens(turn)
+        self.placer.put(turn)  # it needs less room now
+        return actions
 
     def _is_of_another_run(self, turn: Turn) -> bool:
         """Was any of its tokens sampled by other weights than its job's, its trajectory's, or its first token's?"""

@@ -24,11 +24,13 @@ def eligible(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:
         w.tier is Tier.DEDICATED and w.health is not Health.DEAD for w in book.fleet
     )
     budget = worker.kv_budget_tokens
+    run = book.runs.get(spec.job) or (turn.segments[-1].run if turn.segments else spec.run or None)
     return (
         worker.may_take_turns
         and worker.inflight < worker.slots
         and worker.model == spec.model
         and (worker.job is None or worker.job == spec.job != "")
+        and run in (None, worker.run)
         and num_tokens < worker.max_model_len
         and not ((spec.dedicated_only or pinned) and worker.tier is not Tier.DEDICATED)
         and all(worker.version is not None and worker.version >= floor for floor in floors)

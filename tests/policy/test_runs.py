@@ -18,6 +18,7 @@ from rose.policy.routing import make_policy
 from rose.policy.stop_reasons import OTHER_RUN
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
+from tests.policy.turn_kit import book_of, dispatches, hear, join, submit, tokens
 
 
 class Book:
@@ -255,6 +256,37 @@ def test_a_turn_whose_run_is_gone_begins_anew_when_it_has_waited_long_enough() -
 
     assert [action.hold for action in actions if isinstance(action, te.AnswerUnavailable)] == ["run"]
     assert placed(actions) == ["w"]
+
+
+def waiting_with_tokens() -> TurnBook:
+    """A turn with a prompt of 10 tokens and 60 of its own, of run "r"; 30 are expected, so it needs room for 100."""
+    book = book_of(expected_tokens=30)
+    join(book, "w", Tier.DEDICATED, run="r")
+    submit(book, "t", max_tokens=90)
+    tokens(book, "t", 1, *[7] * 60)
+    book.handle(te.WorkerLost(at_s=0.2, worker_id="w", reason="reset", forget=True))
+    assert [room for _, _, room in book.queue] == [100]
+    return book
+
+
+def test_a_turn_that_begins_anew_needs_the_room_of_a_new_one_when_its_job_names_another_run() -> None:
+    book = waiting_with_tokens()
+
+    book.handle(te.VersionRequired(at_s=0.3, job="j", version=(1, 0), run="s"))
+
+    join(book, "v", Tier.DEDICATED, at_s=0.4, run="s", kv_budget_tokens=39)
+    assert dispatches(hear(book, "v", 0.5, run="s", kv_budget_tokens=40))
+
+
+def test_a_turn_that_begins_anew_needs_the_room_of_a_new_one_when_its_run_is_gone() -> None:
+    book = waiting_with_tokens()
+    join(book, "v", Tier.DEDICATED, at_s=19.9, run="s", kv_budget_tokens=39)
+    later_s = 0.2 + te.TurnParams().max_queue_s
+    hear(book, "v", later_s, run="s", kv_budget_tokens=39)
+
+    book.handle(te.ClockTicked(at_s=later_s))
+
+    assert dispatches(hear(book, "v", later_s, run="s", kv_budget_tokens=40))
 
 
 RUNS = ("run-a", "run-b", "")

@@ -12,17 +12,23 @@ from rose.errors import PolicyError
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
-from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
 from tests.policy import reference
+
+ASKED = {"reclaim": RECLAIMED, "other run": OTHER_RUN}
 
 
 class AnySequence(RuleBasedStateMachine):
     """Invariants of the turn book after any sequence of events, in any order, from any engine."""
 
-    @initialize(policy=st.sampled_from(POLICY_NAMES), plain=st.booleans())
-    def begin(self, policy: str, plain: bool) -> None:
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        plain=st.booleans(),
+        running=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=4),
+    )
+    def begin(self, policy: str, plain: bool, running: list[tuple[bool, bool]]) -> None:
         extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3, "migrate_ratio": 1.0}
         self.book = TurnBook(
             make_policy(policy, random.Random(0)),
@@ -35,7 +41,12 @@ class AnySequence(RuleBasedStateMachine):
         self.delivered: dict[str, list[int]] = {}
         self.ends: dict[str, te.TurnEnded] = {}
         self.required = (0, 0)
+        self.run = ""
         self.stopped: set[tuple[str, int]] = set()
+        self.mend()
+        for resumable, streamed in running:
+            self.turn(resumable, streamed, 6, "x", None)
+            self.feed(te.TokensArrived(at_s=0.0, turn_id=f"n{self.num_submitted}", attempt=1, token_ids=(7,)))
 
     def feed(self, event: te.Event) -> None:
         try:
@@ -50,6 +61,8 @@ class AnySequence(RuleBasedStateMachine):
                     assert turn.worker is worker
                     assert worker.may_take_turns
                     assert worker.job in (None, "j")
+                    assert not self.run or worker.run == self.run
+                    assert {segment.run for segment in turn.segments} <= {worker.run}
                     assert worker.version is not None
                     assert worker.version >= self.required
                     assert worker.inflight <= worker.slots <= worker.cap
@@ -81,6 +94,16 @@ class AnySequence(RuleBasedStateMachine):
                 case _:
                     pass
 
+    @rule()
+    def mend(self) -> None:
+        """The whole fleet is well, with the weights that are wanted: else nearly nothing is ever placed."""
+        for name, tier in zip("abc", Tier, strict=True):
+            if name not in self.book.fleet.workers:
+                self.register(name, tier, 2)
+            self.feed(te.WorkerDuty(at_s=self.now_s, worker_id=name, duty=Duty.ACTIVE))
+            self.feed(te.WorkerAssigned(at_s=self.now_s, worker_id=name, job=None))
+            self.beat(name, self.required[1], None, 0, 0, "ready", None, self.run)
+
     @rule(name=st.sampled_from("abc"), tier=st.sampled_from(list(Tier)), cap=st.integers(1, 3))
     def register(self, name: str, tier: Tier, cap: int) -> None:
         incarnation = str(self.seqs.get(name, 0))
@@ -104,6 +127,7 @@ class AnySequence(RuleBasedStateMachine):
         reclaims=st.integers(0, 2),
         state=st.sampled_from(["ready", "ready", "ready", "starting"]),
         lent_s=st.one_of(st.none(), st.floats(0.0, 12.0)),
+        run=st.sampled_from(["", "", "r", "s"]),
     )
     def beat(
         self,
@@ -114,6 +138,7 @@ class AnySequence(RuleBasedStateMachine):
         reclaims: int,
         state: str,
         lent_s: float | None,
+        run: str,
     ) -> None:
         worker = self.book.fleet.workers.get(name)
         if worker is None:
@@ -134,6 +159,7 @@ class AnySequence(RuleBasedStateMachine):
                 num_preemptions=used // 50,
                 lent_s=lent_s,
                 decoded_tokens=None if budget is None else used,
+                run=run,
             )
         )
 
@@ -166,6 +192,10 @@ class AnySequence(RuleBasedStateMachine):
     def some_attempt(self, data: st.DataObject) -> tuple[str, int] | None:
         if not self.num_submitted:
             return None
+        live = [name for name, turn in self.book.turns.items() if turn.worker is not None]
+        if live and data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(live))
+            return name, self.book.turns[name].attempt
         name = f"n{data.draw(st.integers(max(1, self.num_submitted - 8), self.num_submitted))}"
         turn = self.book.turns.get(name)
         latest = turn.attempt if turn is not None else 1
@@ -179,8 +209,13 @@ class AnySequence(RuleBasedStateMachine):
                 te.TokensArrived(at_s=self.now_s, turn_id=found[0], attempt=found[1], token_ids=tuple(ids))
             )
 
-    @rule(data=st.data(), how=st.sampled_from(["stop", "length", "abort", "reclaim"]), newer=st.booleans())
-    def finish(self, data: st.DataObject, how: str, newer: bool) -> None:
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["stop", "length", "abort", "reclaim", "other run"]),
+        newer=st.booleans(),
+        stamp=st.sampled_from(["as believed", "as believed", None, "s"]),
+    )
+    def finish(self, data: st.DataObject, how: str, newer: bool, stamp: str | None) -> None:
         found = self.some_attempt(data)
         if found is None:
             return
@@ -195,9 +230,10 @@ class AnySequence(RuleBasedStateMachine):
                 at_s=self.now_s,
                 turn_id=found[0],
                 attempt=found[1],
-                finish_reason="abort" if how == "reclaim" else how,
-                stop_reason=RECLAIMED if how == "reclaim" else None,
+                finish_reason="abort" if how in ASKED else how,
+                stop_reason=ASKED.get(how),
                 versions=spans,
+                run=turn.dispatch_run if turn is not None and stamp == "as believed" else stamp,
             )
         )
 
@@ -258,7 +294,13 @@ class AnySequence(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.required = (0, self.required[1] + 1)
-        self.feed(te.VersionRequired(at_s=self.now_s, job="j", version=self.required))
+        self.feed(te.VersionRequired(at_s=self.now_s, job="j", version=self.required, run=self.run))
+
+    @rule(run=st.sampled_from(["", "r", "s"]))
+    def take_over(self, run: str) -> None:
+        """The job is another trainer's from here on."""
+        self.run = run
+        self.feed(te.VersionRequired(at_s=self.now_s, job="j", version=self.required, run=run))
 
     @invariant()
     def books_hold(self) -> None:
