@@ -87,7 +87,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     for cls in _NAMES
     if dataclasses.is_dataclass(cls)
 }
-_UPGRADED = (turns.TurnBook, packed.WorkerTable, fleet.Fleet)
+_UPGRADED = (turns.TurnBook, placing.Placer, packed.WorkerTable, fleet.Fleet)
 """These say themselves how a state from before they had all of their parts becomes whole."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

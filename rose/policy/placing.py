@@ -321,6 +321,11 @@ class Placer:
             return "memory"
         return "capacity" if (table.free[:count][suits] <= 0).any() else "closed"
 
+    def upgrade(self) -> None:
+        """Complete the state of a decision log from before the queue said what room a turn needs."""
+        # Not from its entries, which a compiled build could not even read.
+        self.queue[:] = sorted(self._entry(name) for name, turn in self.turns.items() if turn.worker is None)
+
     def check(self) -> None:
         """The queue is sorted and holds exactly the turns without a worker."""
         assert self.queue == sorted(self._entry(turn_id) for _, turn_id, _ in self.queue)

@@ -388,6 +388,25 @@ def test_the_state_of_an_older_decision_log_goes_on() -> None:
     old.book.check()
 
 
+def test_a_queue_without_the_room_that_a_turn_needs_goes_on() -> None:
+    """As it was in a decision log of before: pairs of order and turn."""
+    book = Book()
+    book.turn("t", "a")
+    nodes = freeze(book.book)
+    (queue,) = (
+        dict(zip(node[2::2], node[3::2], strict=True))["queue"]
+        for node in nodes
+        if node[:2] == ["object", "placing.Placer"]
+    )
+    for (entry,) in nodes[queue[0]][1:]:
+        assert nodes[entry].pop() == book.book.turns["t"].need_tokens
+
+    old = Book()
+    old.book, old.now_s, old.seq = thaw(nodes), book.now_s, book.seq
+
+    assert placed(old.worker("w", run="")) == ["w"]
+
+
 @pytest.mark.parametrize(
     ("then", "same"),
     [
