@@ -47,7 +47,7 @@ class Turn:
     """What the live attempt's engine said of its context (:class:`~rose.policy.turn_events.AttemptEnded`)."""
     kv_mixed: bool | None = False
     attempt_published: Version | None = None
-    """The newest version that its job had published when the live attempt's first token arrived."""
+    """The newest version that its job had published when the live attempt's first token arrived, by the word of its trainer or its worker."""
     attempt_resident: int = 0
     """Tokens believed to be in the worker's cache at dispatch."""
     asked_to_leave_s: float | None = None
@@ -86,10 +86,12 @@ class Turn:
 
     @property
     def oldest_at_most(self) -> Version | None:
-        """A version whose step its oldest token is surely not above; None while nothing can be said.
+        """A version whose step its oldest token is not above, by all that was heard; None while nothing can be said.
 
         Of attempts at an engine that are over, the engine has told; of the live one, no token is newer than what had been published
-        when it arrived, unless its worker had weights of an earlier start of the trainer, which may have got further.
+        when it arrived, unless its worker had weights of an earlier start of the trainer, which may have got further.  What was published
+        is what the trainer said or, where that is further, what the worker had by its last heartbeat: who changed its weights since then,
+        before its trainer's call, is ahead of both for that moment.
         """
         over = self.attempt_start if self.worker is not None else len(self.token_ids)
         known = [span.version for span in self.spans if span.start < over]

@@ -186,7 +186,9 @@ class TurnLife:
         if turn.first_token_at_s is None:
             turn.first_token_at_s = event.at_s
         if start == turn.attempt_start:
-            turn.attempt_published = self.required.get(turn.spec.job)
+            published = self.required.get(turn.spec.job)
+            # A trainer's weights are at the relay, and in engines, before its call names them here.
+            turn.attempt_published = published and max(published, worker.version or published)
         turn.append(worker, token_ids, event.logprobs[:count])
         return [TokensKept(turn_id=event.turn_id, attempt=event.attempt, start=start, num_tokens=count)]
 

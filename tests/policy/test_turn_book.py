@@ -57,12 +57,12 @@ def test_how_old_a_turn_under_way_is_at_least(book: TurnBook) -> None:
 
     def publish(version: tuple[int, int]) -> None:
         book.handle(te.VersionRequired(at_s=0.1, job="j", version=version))
+        for name in ("d", "h"):
+            hear(book, name, 0.1, version=version)
 
     submit(book, "a")
     submit(book, "other", job="k")
     assert book.oldest_live("j") == {}
-    for name in ("d", "h"):
-        hear(book, name, 0.1, version=(1, 3))
     publish((1, 2))
     tokens(book, "a", 1, 5, 6)
     tokens(book, "other", 1, 5)
@@ -73,6 +73,16 @@ def test_how_old_a_turn_under_way_is_at_least(book: TurnBook) -> None:
     end(book, "a", 1, "abort", stop_reason=RECLAIMED, versions=spans)
     tokens(book, "a", 2, 8, at_s=0.3)
     assert book.oldest_live("j") == {"t-a": (1, 1)}
+
+
+def test_a_turn_under_way_may_be_as_new_as_its_worker_was_heard_to_be(book: TurnBook) -> None:
+    """A trainer's weights are at the relay, and in engines, before its call names them to the scheduler."""
+    book.handle(te.VersionRequired(at_s=0.0, job="j", version=(1, 4)))
+    for name in ("d", "h"):
+        hear(book, name, 0.0, version=(1, 5))
+    submit(book, "a")
+    tokens(book, "a", 1, 5)
+    assert book.oldest_live("j") == {"t-a": (1, 5)}
 
 
 def test_how_old_a_turn_of_two_attempts_is_goes_by_the_step(book: TurnBook) -> None:
