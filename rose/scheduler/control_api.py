@@ -19,7 +19,7 @@ from rose.lineage import format_version, parse_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.assigning import Switching
-from rose.policy.staleness import set_back
+from rose.policy.staleness import set_back, worst_lag
 from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import UNSTAMPED, Dispatcher
 from rose.scheduler.engine import Endpoint
@@ -282,13 +282,12 @@ class ControlRoutes:
             self._carry_out(actions)
             if leased is not None:
                 await self._store.journal.commit()
-                if leased.is_new:
-                    oldest = [self._store.trajectories[name].oldest for name in leased.trajectory_ids]
-                    self._timeline.on_leased(
-                        version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
-                    )
                 whole, slices = prompts == "whole", Slices()
                 held = [self._store.trajectories[name] for name in leased.trajectory_ids]
+                if leased.is_new:
+                    self._timeline.on_leased(
+                        worst_lag(version, each.versions) for each in held if each.versions
+                    )
                 states = [self._store.state(name) for name in leased.trajectory_ids]
                 traces = [
                     await _trace(trajectory, state, slices, whole_prompts=whole)

@@ -84,11 +84,6 @@ class Trajectory:
         """Whose weights sampled its turns, where an engine said."""
 
     @property
-    def oldest(self) -> Version | None:
-        """Of the first attempt of its trainer that sampled a token of it, the oldest."""
-        return self.versions[0] if self.versions else None
-
-    @property
     def run(self) -> str:
         """Whose weights sampled its newest turn; empty: of no name."""
         segments = self.turns[-1].segments if self.turns else []

@@ -72,6 +72,30 @@ async def test_events_begin_with_history_and_tell_what_changed(
     assert {worker["worker_id"] for worker in now["status"]["workers"]} == {"a", "b"}
 
 
+async def test_a_leased_trajectory_is_as_stale_as_its_worst_token_of_any_attempt(world: World) -> None:
+    """For a trainer at 2.10: 1.10 is where it is, 2.3 seven versions behind, and 1.3, of an attempt of before, as many."""
+    await world.start()
+    engine = await world.add("a")
+
+    async def played(*versions: str) -> None:
+        name, messages = await world.trajectory(), [user("x")]
+        for version in versions:
+            engine.version = version
+            assert await world.nodes["a"].beat()
+            answer = await world.chat(name, messages, max_tokens=4)
+            messages += [answer["choices"][0]["message"], user("y")]
+        await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+
+    await played("1.3")
+    await played("1.10", "2.3")
+    await world.ok("POST", f"/rose/v1/trajectories/{await world.trajectory()}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 3, "version": [2, 10], "ttl_s": 60, "alpha": 9}
+    await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+
+    _, (_, now) = await first_events(world, 2)
+    assert now["staleness"] == [[7, 2]]
+
+
 async def test_broken_promises_are_counted_from_the_first_heartbeat_on(world: World) -> None:
     await world.start()
     node = world.nodes
