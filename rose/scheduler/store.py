@@ -5,9 +5,11 @@ restart applies the same records again through the same code.  Which trajectory 
 ``rose.policy.samples``; what a prompt is made of by ``rose.scheduler.prompts``.
 
 Invariant: the journal is written before the change is visible to anyone; finish, lease, acknowledge and
-resume are on disk before their caller is answered (``await store.journal.commit()``, in the routes).  A turn, the form that it was
-delivered in and that it was delivered are with the kernel by then, which a kill does not undo.  A power loss may take the last of them: its
-client, which sends all it has, begins another branch with it.
+resume are on disk before their caller is answered (``await store.journal.commit()``, in the routes).  A turn and the form that it was
+delivered in are with the kernel by then, which a kill does not undo.  A power loss may take the last of them: its
+client, which sends all it has, begins another branch with it.  That an answer left whole is written behind its last byte, and a journal that
+refuses it stops nobody: killed between the two, the next scheduler takes it for not delivered, and an equal request without a name whose
+client says that it asks again gets that answer again.
 """
 
 from __future__ import annotations
