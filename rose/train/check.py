@@ -24,14 +24,14 @@ from rose.policy.streaming import refusals_of
 from rose.train.build import signing_key, weight_store
 from rose.train.checkpoint_folder import Trained, check_fits, told_shapes
 from rose.train.client import SchedulerClient
-from rose.train.cluster import find_cluster
+from rose.train.cluster import find_cluster, private_cpus
 from rose.train.device_loan import DeviceLoan
 from rose.train.env_manager import family_of
 from rose.train.model_folder import check_chat_template, check_ranks, check_type, identity_of
 from rose.train.recipes import Recipe
 from rose.train.rewards import make_reward
 from rose.train.rollout import single_token_ids
-from rose.train.settings_check import check_effects, check_model_settings, check_private_cluster
+from rose.train.settings_check import check_effects, check_model_settings, check_private_gpus
 from rose.train.train_config import JobTask, TrainConfig
 from rose.train.workers import Parts
 
@@ -246,8 +246,8 @@ def _libraries(config: TrainConfig) -> str:
 def _ray(config: TrainConfig) -> str:
     address = find_cluster(config.ray.address)
     if address is None:
-        check_private_cluster(config)
-        return f"a private cluster of {config.ray.num_cpus} CPUs will be started"
+        check_private_gpus(config)
+        return f"a private cluster of {private_cpus(config)} CPUs will be started"
     return f"the cluster at {address} will be joined; whether it has room was not asked"
 
 

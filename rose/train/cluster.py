@@ -202,6 +202,11 @@ def _joined(address: str) -> Iterator[RayCluster]:
         ray.shutdown()
 
 
+def private_cpus(config: TrainConfig) -> int:
+    """Logical CPUs of a job's private cluster: one for each of its actors at least."""
+    return max(config.ray.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks)
+
+
 @contextmanager
 def _private(config: TrainConfig) -> Iterator[None]:
     import ray
@@ -216,9 +221,7 @@ def _private(config: TrainConfig) -> Iterator[None]:
                     _make_token(folder)
                     ray.init(
                         address="local",  # or RAY_ADDRESS would win
-                        num_cpus=max(
-                            settings.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks
-                        ),
+                        num_cpus=private_cpus(config),
                         num_gpus=config.trainer.num_ranks if config.trainer.device == "cuda" else 0,
                         include_dashboard=False,
                         object_store_memory=settings.object_store_bytes,

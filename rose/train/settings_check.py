@@ -145,21 +145,14 @@ def _positions(folder: Path) -> int:
     return found if isinstance(found, int) else 0
 
 
-def check_private_cluster(config: TrainConfig) -> None:
-    """Whether a private cluster on this machine would have room for the job's actors.
+def check_private_gpus(config: TrainConfig) -> None:
+    """Whether this machine has the GPUs that the job's ranks want of a private cluster; CPUs it is given as many as they want
+    (:func:`rose.train.cluster.private_cpus`).
 
     Raises:
-        ConfigError: It would not.
+        ConfigError: It has not.
     """
-    num_ranks, num_managers = config.trainer.num_ranks, config.env.num_managers or 1
-    wanted = num_ranks + num_managers
-    if wanted > config.ray.num_cpus:
-        raise ConfigError(
-            f"a private cluster of {config.ray.num_cpus} CPUs is started, and the job's actors want {wanted}: "
-            f"{num_ranks} x trainer rank, {num_managers} x environment manager",
-            field="ray.num_cpus",
-            fix=f"set it to {wanted}, or ask for less (trainer.num_ranks, env.num_managers)",
-        )
+    num_ranks = config.trainer.num_ranks
     if config.trainer.device != "cuda" or (DEVICES / "dxg").exists():  # WSL has one file for all
         return
     num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])

@@ -216,7 +216,7 @@ class RaySettings(FiniteSection):
     """What a job does that finds no room for its actors in a cluster: ends after some seconds and says what is missing, or says it
     and waits for room, which an autoscaling cluster makes."""
     num_cpus: int = Field(default=2, ge=1)
-    """Logical CPUs of a private cluster; the actors take one each."""
+    """Logical CPUs of a private cluster; the actors take one each, and it has as many as they take at least."""
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20)
     temp_dir: Path | None = None
     """Sockets and logs of a private cluster; None = a directory that is removed at the end.  Unix sockets live

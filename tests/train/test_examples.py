@@ -12,6 +12,7 @@ import pytest
 
 from rose.config import load_config
 from rose.train.batch import samples_of
+from rose.train.check import checks_of, checks_of_the_start
 from rose.train.client import SchedulerClient
 from rose.train.env_manager import family_of
 from rose.train.train_config import TrainConfig
@@ -26,6 +27,14 @@ def test_no_example_is_forgotten() -> None:
         "math_tools_dapo.toml",
         "textgame_async.toml",
     }
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_an_example_can_be_started_where_there_is_no_cluster(policy_model: Path, path: Path) -> None:
+    config = load_config(TrainConfig, path, [f'model="{policy_model}"', 'ray.address="local"'])
+    ray = [check for check in checks_of_the_start(config) if check.name == "Ray"]
+    told = {check.name: check.look() for check in (*checks_of(config), *ray) if check.name != "environment"}
+    assert told["Ray"].startswith("a private cluster of ")
 
 
 def test_frozenlake_ends_with_the_fine_tuning_rate() -> None:
