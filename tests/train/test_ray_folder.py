@@ -55,6 +55,25 @@ def test_what_a_killed_driver_left_goes_with_the_next_run(place: Path, driver: s
     assert list(place.iterdir()) == []
 
 
+def test_what_a_killed_driver_left_stays_while_its_cluster_runs(
+    place: Path, driver: subprocess.Popen[str]
+) -> None:
+    left = folder_of(driver)
+    driver.kill()
+    driver.wait()
+    raylet = place / "raylet"
+    raylet.symlink_to("/bin/sh")
+    command = [raylet, "-c", "read _", "raylet", f"--session_dir={left}/r/session"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as cluster:
+        with own_folder():
+            pass
+        assert (left / "auth_token").exists()
+        cluster.communicate()
+    with own_folder():
+        pass
+    assert not left.exists()
+
+
 def test_the_folder_of_a_run_that_lives_stays(place: Path, driver: subprocess.Popen[str]) -> None:
     other = folder_of(driver)
     with own_folder() as folder:
