@@ -1,7 +1,7 @@
 """Settings that a job names and that have no effect, or cannot be right with its model or on its machine.
 
-Of what a job does not name nothing is refused, nor of what it names as it is without it.  A part that is switched off outright (``overlong.max_tokens = 0``) may have
-settings that wait for it to be switched on.
+Of what a job does not name nothing is refused, nor of what it names as it is without it.  A part that is switched off outright (``overlong.max_tokens = 0``,
+``guard.grad_quantile = 0``, ``guard.starved = "train"``) may have settings that wait for it to be switched on.
 
 Reads the model folder's headers and ``config.json`` at most; loads no torch.
 """
@@ -16,7 +16,7 @@ from rose.config import Section
 from rose.errors import ConfigError
 from rose.train.model_folder import layers_named
 from rose.train.recipes import RECIPES
-from rose.train.train_config import TrainConfig
+from rose.train.train_config import RewardSettings, TrainConfig
 
 DEVICES = Path("/dev")
 """Where the driver has a file ``nvidia0`` for each GPU."""
@@ -51,6 +51,23 @@ def check_effects(config: TrainConfig) -> None:
         switch=("every_steps", "at_end"),
         fix="set eval.every_steps or eval.at_end; every_steps = 0 said outright lets it stand",
     )
+    _check_part(
+        config.rollout.tail_batching,
+        "rollout.tail_batching",
+        ("patience",),
+        switch=("extra_groups",),
+        fix="set rollout.tail_batching.extra_groups; 0 said outright lets it stand",
+    )
+    _check_part(
+        config.lend,
+        "lend",
+        ("hold_s", "wait_s"),
+        switch=("node_dir",),
+        fix="set lend.node_dir, or leave it out",
+    )
+    for task in config.tasks:
+        _check_reward(task.reward, f"tasks.{task.name}.reward")
+    _check_reward(config.reward, "reward")
     overlong = config.trainer.overlong
     if 0 < overlong.max_tokens < overlong.buffer_tokens:
         raise ConfigError(
@@ -67,7 +84,8 @@ def check_effects(config: TrainConfig) -> None:
 
 
 def _check_loss(config: TrainConfig) -> None:
-    trainer, objective = config.trainer, config.trainer.recipe.objective
+    trainer, recipe = config.trainer, config.trainer.recipe
+    objective = recipe.objective
     preset = RECIPES[trainer.algorithm]
     without = f"has no effect on the objective {objective!r} ({trainer.algorithm})"
     fix = "leave it out, or set trainer.objective to one that has it"
@@ -77,6 +95,24 @@ def _check_loss(config: TrainConfig) -> None:
                 raise ConfigError(without, field=f"trainer.{name}", fix=fix)
     if objective != "clip" and trainer.guard.dual_clip > 0 and _is_named(trainer.guard, "dual_clip"):
         raise ConfigError(without, field="trainer.guard.dual_clip", fix=fix)
+    if not recipe.kl_weight and trainer.kl_weight is None and trainer.kl_kind not in (None, preset.kl_kind):
+        raise ConfigError(
+            f"has no effect: the KL penalty of {trainer.algorithm} has no weight",
+            field="trainer.kl_kind",
+            fix="set trainer.kl_weight; 0 said outright lets it stand",
+        )
+    if recipe.aggregation != "sum" and trainer.sum_tokens is not None:
+        raise ConfigError(
+            f"has no effect with aggregation = {recipe.aggregation!r}",
+            field="trainer.sum_tokens",
+            fix='set trainer.aggregation to "sum", or leave it out',
+        )
+    if trainer.guard.starved == "skip" and _is_named(trainer.guard, "max_rounds"):
+        raise ConfigError(
+            "counts the leases of a step that waits, and starved = 'skip' does not",
+            field="trainer.guard.max_rounds",
+            fix='set trainer.guard.starved to "wait", or leave it out',
+        )
     if not trainer.correction.endswith("mask") and _is_named(trainer, "truncation_low"):
         raise ConfigError(
             f"is the lower bound of masks, and trainer.correction = {trainer.correction!r} has none",
@@ -89,6 +125,17 @@ def _check_loss(config: TrainConfig) -> None:
             field="trainer.truncation",
             fix="leave it out, or set another trainer.correction",
         )
+
+
+def _check_reward(reward: RewardSettings, where: str) -> None:
+    """Refuse what says how others score, where environments do."""
+    for name in type(reward).model_fields if reward.kind == "environment" else ():
+        if name != "kind" and _is_named(reward, name):
+            raise ConfigError(
+                "has no effect: its environment scores an episode",
+                field=f"{where}.{name}",
+                fix=f"leave it out, or set {where}.kind",
+            )
 
 
 def _check_part(
@@ -104,7 +151,8 @@ def _check_part(
 
 def _is_named(part: Section, name: str) -> bool:
     """Whether the job names it, with another value than it has by default."""
-    return name in part.model_fields_set and getattr(part, name) != type(part).model_fields[name].default
+    default = type(part).model_fields[name].get_default(call_default_factory=True)
+    return name in part.model_fields_set and getattr(part, name) != default
 
 
 def check_model_settings(config: TrainConfig) -> None:

@@ -41,6 +41,18 @@ def of(text: str) -> dict[str, Any]:
         ("eval = { sampled_episodes = 4 }", "eval.sampled_episodes", "every_steps"),
         ("eval = { num_training_tasks = 4 }", "eval.num_training_tasks", "every_steps"),
         ('rollout = { mode = "asynchronous", adaptive_alpha.most = 3 }', "rollout.adaptive_alpha.most", "enabled"),
+        ('trainer = { algorithm = "dapo", kl_kind = "k2" }', "trainer.kl_kind", "kl_weight"),
+        ("trainer = { sum_tokens = 512 }", "trainer.sum_tokens", "aggregation"),
+        ('trainer = { guard = { starved = "skip", max_rounds = 8 } }', "trainer.guard.max_rounds", "wait"),
+        ("rollout = { tail_batching.patience = 4 }", "rollout.tail_batching.patience", "extra_groups"),
+        ("lend = { hold_s = 30.0 }", "lend.hold_s", "node_dir"),
+        ("reward = { max_workers = 8 }", "reward.max_workers", "reward.kind"),
+        ("reward = { settings = { url = 'http://x' } }", "reward.settings", "reward.kind"),
+        (
+            'tasks = [{ name = "a", kind = "frozenlake", reward = { timeout_s = 5.0 } }]',
+            "tasks.a.reward.timeout_s",
+            "tasks.a.reward.kind",
+        ),
         ("trainer = { overlong = { max_tokens = 10, buffer_tokens = 100 } }", "trainer.overlong.buffer_tokens", "10"),
         (
             "num_steps = 2\ntrainer = { fine_tuning_steps = 5, fine_tuning_learning_rate = 1e-6 }",
@@ -78,6 +90,15 @@ def test_what_a_recipe_or_a_default_sets_is_not_refused(policy_model: Path, algo
         'trainer = { correction = "token_mask", truncation_low = 0.5, truncation = 3.0 }',
         'trainer = { correction = "none", truncation = 2.0, truncation_low = 0.0 }',  # as it is without them
         "trainer = { overlong = { max_tokens = 0, buffer_tokens = 100 } }",  # switched off outright
+        'trainer = { algorithm = "dapo", kl_weight = 0.0, kl_kind = "k2" }',
+        'trainer = { guard = { starved = "train", min_informative = 0.5, max_rounds = 8 } }',
+        "trainer = { guard = { grad_quantile = 0.0, grad_window = 128 } }",
+        "rollout = { tail_batching = { extra_groups = 0, patience = 4 } }",
+        "reward = { settings = {}, max_workers = 4 }",  # as it is without them
+        'trainer = { aggregation = "sum", sum_tokens = 512 }',
+        'trainer = { algorithm = "dapo", kl_weight = 0.01, kl_kind = "k2" }',
+        'reward = { kind = "exact_match", max_workers = 8 }',
+        "trainer = { dynamic_sampling.max_rounds = 4 }",  # of groups in which nothing was sampled, too
         "eval = { every_steps = 0, sampled_episodes = 4 }",
         "rollout = { adaptive_alpha = { enabled = false, most = 3 } }",
         'trainer = { lora = { rank = 4, targets = ["q_proj", "model.layers.0.mlp.down_proj"] } }',
