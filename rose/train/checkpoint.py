@@ -217,7 +217,10 @@ class _Place:
             ) from error
 
     def _way_out(self) -> str:
-        there, best = newest_first(self._directory), best_of(self._directory)
+        try:
+            there, best = newest_first(self._directory), best_of(self._directory)
+        except OSError:  # what the disk said first is told
+            return fix
         fix = "make room on its disk, then run it again"
         if not there:
             return fix
@@ -290,9 +293,9 @@ def note_best(directory: Path, name: str, success: float, measure: Measure) -> N
     Raises:
         TrainError: The disk refused.
     """
-    best = best_of(directory)
-    if (best is not None and not _is_better(success, measure, best)) or not (directory / name).is_dir():
-        return
+        best = best_of(directory)
+        if (best is not None and not _is_better(success, measure, best)) or not (directory / name).is_dir():
+            return
     staging = directory / f"{_STAGING}best.json"
     try:
         staging.write_text(json.dumps({"checkpoint": name, "success": success, "measure": measure}))

@@ -312,6 +312,15 @@ def test_a_checkpoint_that_finds_no_room_says_what_may_be_removed(
     )
 
 
+def test_a_folder_that_cannot_be_listed_either_hides_no_error(trainer: TorchTrainer, tmp_path: Path) -> None:
+    folder = tmp_path / ("n" * 300)  # longer than a name may be: whatever looks at it fails
+    with pytest.raises(TrainError, match=r"cannot be written: .*File name too long") as caught:
+        checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), folder)
+    assert caught.value.fix == "make room on its disk, then run it again"
+    with pytest.raises(TrainError, match=r"cannot be written: .*File name too long"):
+        checkpoints.note_best(folder, "step-000000.1", 1.0, "sampled")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}'])
 def test_nonsense_in_a_checkpoint_is_a_clear_error(trainer: TorchTrainer, tmp_path: Path, text: str) -> None:
     path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
