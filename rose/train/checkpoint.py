@@ -50,7 +50,6 @@ Measure = Literal["held_out", "sampled"]
 """Whose success: of an evaluation's held-out tasks, or of the episodes that steps were trained on."""
 
 _STAGING = ".writing-"
-_MAX_JSON_BYTES = MAX_JSON_BYTES
 _FILES_BYTES = 1024 * 1024
 """Of it for what is known when all is written, names and hashes of the files: enough for ten thousand ranks."""
 
@@ -174,10 +173,10 @@ class _Place:
 
     def prepare(self) -> None:
         size = len(json.dumps(self._described)) + _FILES_BYTES
-        if size > _MAX_JSON_BYTES:
+        if size > MAX_JSON_BYTES:
             ids = [len(one) for one in self._described["consumed"].values()]
             raise OSError(
-                f"state.json would take {size >> 10} KiB, of {_MAX_JSON_BYTES >> 10} that are read again: it names the {sum(ids)} trajectories "
+                f"state.json would take {size >> 10} KiB, of {MAX_JSON_BYTES >> 10} that are read again: it names the {sum(ids)} trajectories "
                 f"of {len(ids)} steps (fewer with a lower trainer.checkpoint_every)"
             )
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -238,13 +237,12 @@ def _tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     """All of it but its files."""
-    oldest = checkpoint.step - CONSUMED_STEPS
     return {
         "schema": SCHEMA,
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
         "version": checkpoint.version,
-        "consumed": {str(step): list(ids) for step, ids in checkpoint.consumed.items() if step >= oldest},
+        "consumed": {str(step): list(ids) for step, ids in checkpoint.consumed.items()},
         "shuffle_state": checkpoint.shuffle_state,
         "rng": {name: state.hex() for name, state in checkpoint.rng.items()},
         "optimizer_steps": dict(checkpoint.optimizer_steps),
@@ -262,13 +260,13 @@ def ids_to_keep(
     room for.
 
     Args:
-        num_needed: Of the newest steps, which a resume has to name: these are kept in any case.
+        num_needed: Of the newest steps, which a resume has to name: those of them that are among the last :data:`CONSUMED_STEPS` are kept however large they are.
     """
     kept: dict[int, tuple[str, ...]] = {}
     size = 0
     for one in sorted((one for one in consumed if one >= step - CONSUMED_STEPS), reverse=True):
         size += len(json.dumps(consumed[one]))
-        if len(kept) >= num_needed and size > _MAX_JSON_BYTES // 2:
+        if len(kept) >= num_needed and size > MAX_JSON_BYTES // 2:
             break
         kept[one] = consumed[one]
     return {one: kept[one] for one in sorted(kept)}
@@ -332,7 +330,7 @@ def load(path: Path) -> Checkpoint:
         TrainError: Missing, damaged, or of another schema.
     """
     try:
-        if (path / "state.json").stat().st_size > _MAX_JSON_BYTES:
+        if (path / "state.json").stat().st_size > MAX_JSON_BYTES:
             raise TrainError("state.json is too large", field=str(path))
         described = json.loads((path / "state.json").read_text())
         if described.get("schema") != SCHEMA:

@@ -45,8 +45,8 @@ def slow_disk(how: str, folder: Path) -> None:
     _set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
     slow = "_writer" if how == "written" else "_digest"
     if how == "refused":
-        checkpoints._MAX_JSON_BYTES = 1000
-    work, slow_rank = getattr(checkpoints, slow), [int(how == "written")]
+        checkpoints.MAX_JSON_BYTES = 1000
+    work, slow_rank = getattr(checkpoints, slow), [int(how in ("written", "read"))]
 
     def slowly(*arguments: Any) -> Any:
         """For longer than a step may take: as long as a message that nobody sends is waited for."""
