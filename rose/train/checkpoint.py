@@ -41,9 +41,9 @@ CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
 rest lets a run that had to pass over damaged checkpoints still name what it used.  Fewer where a step has very many, see :func:`ids_to_keep`."""
 
-WRITE_TIMEOUT = timedelta(hours=6)
-"""Of a rank that waits for a checkpoint: for the slowest to write its part, or for the first to hash all of them.  That of a step is minutes, which a
-large model outlasts: masters and moments of 70B weights are 840 GB, at 100 MB/s more than two hours to write and as long to hash.  A rank that dies
+DISK_TIMEOUT = timedelta(hours=6)
+"""Of a rank that waits for a checkpoint or a model: for the slowest to write or read its part, or for the first to hash all of them.  That of a step is
+minutes, which a large model outlasts: masters and moments of 70B weights are 840 GB, at 100 MB/s more than two hours to write and as long to hash.  A rank that dies
 meanwhile is noticed at once, by its connection; only one that hangs, or whose host is lost without a word, is waited for."""
 
 Measure = Literal["held_out", "sampled"]
@@ -94,7 +94,7 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    place, group = _Place(checkpoint, directory, keep), _write_group()
+    place, group = _Place(checkpoint, directory, keep), _disk_group()
     with place.written():
         _on_first_rank(place.prepare, group)
         _write_tensors(_tensors_of(checkpoint), place.staging, group)
@@ -122,7 +122,7 @@ class BackgroundWriter:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
-        place, group = _Place(checkpoint, directory, keep), _write_group()
+        place, group = _Place(checkpoint, directory, keep), _disk_group()
         with place.written():
             _on_first_rank(place.prepare, group)
         # The library's own thread warns, at some later time: that a trainer of one process has no group is no news.
@@ -216,11 +216,11 @@ class _Place:
             ) from error
 
     def _way_out(self) -> str:
+        fix = "make room on its disk, then run it again"
         try:
             there, best = newest_first(self._directory), best_of(self._directory)
         except OSError:  # what the disk said first is told
             return fix
-        fix = "make room on its disk, then run it again"
         if not there:
             return fix
         fix += f" to go on from {there[0].name}"
@@ -291,11 +291,11 @@ def note_best(directory: Path, name: str, success: float, measure: Measure) -> N
     Raises:
         TrainError: The disk refused.
     """
+    staging = directory / f"{_STAGING}best.json"
+    try:
         best = best_of(directory)
         if (best is not None and not _is_better(success, measure, best)) or not (directory / name).is_dir():
             return
-    staging = directory / f"{_STAGING}best.json"
-    try:
         staging.write_text(json.dumps({"checkpoint": name, "success": success, "measure": measure}))
         _sync(staging)
         staging.rename(directory / "best.json")
@@ -372,14 +372,14 @@ def read_into(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         TrainError: A file lacks a tensor, or has it in another shape, or a number in it is not finite.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
     try:
         with _alone_without_warning():
             load_tensors(
                 dict(tensors),
-                storage_reader=HuggingFaceStorageReader(str(path)),
+                storage_reader=_reader(path),
+                process_group=_disk_group(),
                 no_dist=not _is_distributed(),
             )
     # A rank's failure is no Exception but a class of the library's own; what its readers raise has many.
@@ -414,6 +414,12 @@ def _writer(folder: Path) -> Any:
     return HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
+def _reader(folder: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    return HuggingFaceStorageReader(str(folder))
+
+
 def _first_of(error: Any) -> str:
     """What the first rank that failed said."""
     said = [str(failure[0]) for failure in getattr(error, "failures", {}).values()] or [str(error)]
@@ -436,11 +442,11 @@ def _rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def _write_group() -> Any:
-    """The ranks once more, with :data:`WRITE_TIMEOUT`; all ranks.  None of a trainer of one process.
+def _disk_group() -> Any:
+    """The ranks once more, with :data:`DISK_TIMEOUT`; all ranks.  None of a trainer of one process.
 
-    Apart from the steps' collectives also because those of two threads in one group would be taken for each other's.  Writing has one at a
-    time: what goes on in the background has ended on a rank before it begins with another checkpoint.
+    Apart from the steps' collectives also because those of two threads in one group would be taken for each other's.  Disks have one at a time: what is
+    written in the background has ended on a rank before it begins with another checkpoint, and none is read while one is written.
     """
     return _group_beside(dist.group.WORLD) if _is_distributed() else None
 
@@ -448,7 +454,7 @@ def _write_group() -> Any:
 @lru_cache(maxsize=1)
 def _group_beside(world: Any) -> Any:
     """``world``: whose ranks they are; another has another group."""
-    return dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+    return dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
 
 
 def _on_first_rank(work: Callable[[], None], group: Any) -> None:

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 300.0
-"""For a rank to start, and for a collective to end: longer than any step between two collectives.  Waits for a checkpoint have more:
-:data:`rose.train.checkpoint.WRITE_TIMEOUT`."""
+"""For a rank to start, and for a collective to end: longer than any step between two collectives.  Waits for a disk have more:
+:data:`rose.train.checkpoint.DISK_TIMEOUT`."""
 
 MAX_WORD_CHARS = 2000
 """Of what a rank says of its error."""

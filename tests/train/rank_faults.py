@@ -38,12 +38,12 @@ def another_ends(how: str, seconds: float) -> None:
 
 
 def slow_disk(how: str, folder: Path) -> None:
-    """A checkpoint, of which one of them writes or hashes its part slowly."""
+    """A checkpoint, of which one of them writes, hashes or reads its part slowly."""
     dist.init_process_group("gloo")
     clock: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(3))
     _set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
-    slow = "_writer" if how == "written" else "_digest"
+    slow = {"written": "_writer", "read": "_reader"}.get(how, "_digest")
     if how == "refused":
         checkpoints.MAX_JSON_BYTES = 1000
     work, slow_rank = getattr(checkpoints, slow), [int(how in ("written", "read"))]
@@ -74,7 +74,9 @@ def slow_disk(how: str, folder: Path) -> None:
             writer.begin(at(2), folder)
             writer.finish()
         else:
-            checkpoints.save(at(2), folder)
+            path = checkpoints.save(at(2), folder)
+            if how == "read":
+                checkpoints.read_into({"weights/w": torch.zeros(4)}, path)
         print("done", flush=True)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is what is asked for
         print(str(error).splitlines()[0], flush=True)

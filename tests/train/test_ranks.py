@@ -217,9 +217,9 @@ def what_ranks_say(folder: Path, how: str) -> list[str]:
         return [said.read_text() for _, said in ranks]
 
 
-@pytest.mark.parametrize("how", ["written", "hashed", "of the one before"])
+@pytest.mark.parametrize("how", ["written", "hashed", "of the one before", "read"])
 def test_a_checkpoint_may_take_longer_than_a_step(tmp_path: Path, how: str) -> None:
-    """One rank writes its part, or the first hashes all of them, for longer than a step's collectives wait."""
+    """One rank writes or reads its part, or the first hashes all of them, for longer than a step's collectives wait."""
     assert what_ranks_say(tmp_path, how) == ["done\n"] * 2
     newest, passed_over = checkpoints.load_latest(tmp_path / "checkpoint")
     assert newest is not None
