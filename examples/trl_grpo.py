@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +40,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rose.auth import Tokens
-from rose.errors import ConfigError, TrainError
+from rose.errors import ConfigError, RoseError, TrainError
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.base import Family, Message
@@ -156,6 +157,12 @@ class PublishSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             model: torch.nn.Module = kwargs["model"]
+            if getattr(model, "peft_config", None):
+                raise ConfigError(
+                    "has adapters beside its weights (PEFT), and the engines have none",
+                    field="model",
+                    fix="leave peft_config out, or publish a function that merges them: docs/weights.md, LoRA",
+                )
             self._publisher = WeightPublisher(
                 model, self._store, self._job, self._attempt, WeightsParams(cast="BF16")
             )
@@ -253,4 +260,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RoseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

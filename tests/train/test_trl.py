@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rose.auth import Tokens
 from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
@@ -25,6 +26,15 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]' fr
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_STEPS = 3
+WITH_ADAPTERS = """
+import runpy, sys
+from functools import partial
+import trl
+from peft import LoraConfig
+trl.GRPOTrainer = partial(trl.GRPOTrainer, peft_config=LoraConfig(r=2, target_modules="all-linear"))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Parity:
@@ -115,3 +125,19 @@ def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
         load_file(tmp_path / "versions" / f"1.{version}.safetensors") for version in (0, NUM_STEPS)
     )
     assert any(not first[name].equal(last[name]) for name in first)
+
+
+def test_adapters_beside_the_model_are_refused_in_one_line(tmp_path: Path, policy_model: Path) -> None:
+    """The example with TRL's `peft_config`: before anything is sampled or trained on."""
+    Tokens.generate().save(tmp_path / "tokens.toml")
+    command = [sys.executable, "-c", WITH_ADAPTERS, str(EXAMPLES / "trl_grpo.py")]
+    command += ["--env", "tests.train.test_trl:parity", "--model", str(policy_model)]
+    command += ["--store", str(tmp_path / "store"), "--output-dir", str(tmp_path / "out")]
+    command += ["--token-file", str(tmp_path / "tokens.toml")]
+    env = os.environ | {"PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: model: has adapters")
+    assert "peft_config" in said
