@@ -98,6 +98,7 @@ class Actors:
         self._parts = parts
         self._room = Room(config)
         self._managers: list[Any] = [None] * self._room.num_managers
+        self._has_surveyed = False
         self._trainer: Any = None
         self._ranks: list[Any] = []
         self._told: set[tuple[str, str]] = set()
@@ -249,7 +250,12 @@ class Actors:
     # --- calls -----------------------------------------------------------------------------------------
 
     async def survey(self, group_ids: Sequence[str] | None = None) -> list[GroupState]:
-        return await answer_of(self._managers[0].survey.remote(group_ids))
+        # The first is before a run's first evaluation: those that are being played are an earlier driver's.  A manager cannot know, it may be a
+        # replaced one's successor, with an evaluation of ours on the others.
+        first = not self._has_surveyed
+        groups = await answer_of(self._managers[0].survey.remote(group_ids, with_evaluation=first))
+        self._has_surveyed = True
+        return groups
 
     async def num_ready(self) -> int:
         return await answer_of(self._managers[0].num_ready.remote())

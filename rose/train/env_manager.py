@@ -59,27 +59,25 @@ class EnvManager:
         self._runners: dict[str, EpisodeRunner] = {}
         self._evaluators: dict[tuple[str, float], EpisodeRunner] = {}
         """By name of the task and temperature."""
-        self._has_surveyed = False
 
     async def pid(self) -> int:
         return os.getpid()
 
-    async def survey(self, group_ids: Sequence[str] | None = None) -> list[GroupState]:
+    async def survey(
+        self, group_ids: Sequence[str] | None = None, *, with_evaluation: bool = False
+    ) -> list[GroupState]:
         """Groups that no trainer has taken; episodes that nobody runs any more are cancelled.
-
-        The first time also those of an evaluation: they are an earlier driver's, for a run begins no evaluation before its first step is surveyed.
-        Later ones may be our own.
 
         Args:
             group_ids: Only these; call it when none of their episodes is running.  None = all of the job.
+            with_evaluation: Cancel running episodes of evaluations too: none of them is this run's.
 
         In an undisturbed run it finds nothing.
         """
         job = self._config.job
-        if not self._has_surveyed and (self._config.eval.every_steps or self._config.eval.at_end):
+        if with_evaluation and (self._config.eval.every_steps or self._config.eval.at_end):
             for orphan in await self._client.list_trajectories(job=eval_job(self._config), state="running"):
                 await self._client.cancel(orphan["id"])
-        self._has_surveyed = True
         for orphan in await self._client.list_trajectories(job=job, state="running"):
             if group_ids is None or orphan.get("group_id") in group_ids:
                 await self._client.cancel(orphan["id"])

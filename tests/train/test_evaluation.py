@@ -14,7 +14,6 @@ from rose.errors import ConfigError
 from rose.train.actors import Actors
 from rose.train.check import check_job
 from rose.train.client import SchedulerClient
-from rose.train.env_manager import EnvManager
 from rose.train.train_config import TrainConfig
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run
@@ -138,7 +137,7 @@ async def test_training_and_held_out_tasks_are_played_greedily_and_sampled_by_on
 async def test_what_a_killed_driver_left_of_an_evaluation_ends_with_the_next(
     tmp_path: Path, policy_model: Path
 ) -> None:
-    """And what begins after that goes on, as does another job of that name beside a job that evaluates nothing."""
+    """And what is begun after that goes on, also when a manager has died; as does another job of that name beside a job that evaluates nothing."""
     with running_world(tmp_path, policy_model, num_engines=0) as world:
         token = world.tokens.environment
         async with SchedulerClient(world.url, environment_token=token) as client:
@@ -155,13 +154,15 @@ async def test_what_a_killed_driver_left_of_an_evaluation_ends_with_the_next(
             left = await begun("held_out--0")
             for evaluation, stays in (({}, True), ({"at_end": True}, False)):
                 config = TrainConfig.model_validate(job_table(world, job="lake", eval=evaluation))
-                manager = EnvManager(config, world.tokens.only(["environment"]))
-                assert await manager.survey() == []
+                actors = LocalActors(config, world.tokens, None)
+                actors._managers[0] = actors._make_manager(0)
+                assert await actors.survey() == []
                 assert (left in await running()) == stays
             own = await begun("held_out--1")
-            assert await manager.survey() == []
+            actors._managers[0] = actors._make_manager(0)
+            assert await actors.survey() == []
             assert await running() == [own]
-            await manager.close()
+            await actors.close()
 
 
 def test_an_asynchronous_run_has_no_weights_that_stand_still_for_an_evaluation(world: World) -> None:
