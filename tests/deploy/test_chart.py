@@ -264,11 +264,20 @@ def num_bytes(amount: str) -> int:
     return int(amount.removesuffix("Gi")) * 2**30
 
 
+TURNS_STATE_BYTES = 80 * 2**20
+"""What ``decisions-N.rose`` starts with, beside its ``max_bytes``: about 250 bytes for each of ``limits.max_trajectories``, 1,400 for each of
+``max_running`` turns and 1,050 for each of ``max_workers`` are 66 MB."""
+DEVICES_STATE_BYTES = 8 * 2**20
+"""The same of ``provisioning-N.rose``: 450 bytes for each device are 2 MB."""
+FOR_FILES = 0.95
+"""Of a volume; the rest is the file system's own."""
+
+
 def test_the_scheduler_refuses_before_its_pod_is_out_of_memory_or_disk(
     manifests: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
 ) -> None:
     """What it holds takes up to 1.2 times the bytes that it counts (tests/scheduler/test_budget.py).  Its journal is at most twice as
-    large as it was after the last compaction, and the next one writes what is held beside that."""
+    large as it was after the last compaction, and the next one writes what is held beside that.  Decision logs lie in the same volume."""
     config = tmp_path / "scheduler.toml"
     config.write_text(manifests["ConfigMap", "rose-scheduler"]["data"]["scheduler.toml"])
     scheduler = load_config(SchedulerConfig, config)
@@ -278,9 +287,11 @@ def test_the_scheduler_refuses_before_its_pod_is_out_of_memory_or_disk(
     (claim,) = spec["volumeClaimTemplates"]
     itself = 2**30
     memory = 1.2 * (limits.max_held_bytes + limits.retained_bytes) + limits.max_intake_bytes + itself
-    disk = 3 * max(limits.max_held_bytes, scheduler.journal.compact_bytes)
+    states = [TURNS_STATE_BYTES] + [DEVICES_STATE_BYTES] * (scheduler.provisioning.mode != "off")
+    logs = sum(scheduler.decisions.max_files * (scheduler.decisions.max_bytes + each) for each in states)
+    disk = 3 * max(limits.max_held_bytes, scheduler.journal.compact_bytes) + logs
     assert memory <= num_bytes(container["resources"]["limits"]["memory"])
-    assert disk <= num_bytes(claim["spec"]["resources"]["requests"]["storage"])
+    assert disk <= FOR_FILES * num_bytes(claim["spec"]["resources"]["requests"]["storage"])
     assert limits.max_job_bytes < limits.max_held_bytes, "one job would keep all others out"
 
 
