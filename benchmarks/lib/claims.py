@@ -318,6 +318,14 @@ CLAIMS = (
         keys=("h8.mean_s_over_h2.high", "h8.p90_s_over_h2.high"), form="{:.3f}x", bar=(None, "<=", 1.01),
     ),
     Claim(
+        text="six pairs of whole training runs: success on boards held out, harvested less dedicated, and the ends of its 95 % interval",
+        benchmark="learning_fleets", keys=("harvested.held_out", "harvested.held_out_low", "harvested.held_out_high"), form="{:.3f}", bar=(1, ">=", -0.05),
+    ),
+    Claim(
+        text="the same of the dedicated fleet once more (A/A)", benchmark="learning_fleets",
+        keys=("again.held_out", "again.held_out_low", "again.held_out_high"), form="{:.3f}",
+    ),
+    Claim(
         text="FrozenLake's success at the end: dedicated alone, and with a harvested engine", benchmark="learning",
         keys=("frozenlake_dedicated_success_last", "frozenlake_harvested_success_last"), every=True, undecided=True,
     ),
