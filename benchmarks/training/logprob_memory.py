@@ -1,16 +1,17 @@
 """How much memory log-probs, entropies and their gradients take: in chunks, and all at once.
 
-    python benchmarks/training/logprob_memory.py                              # 16,384 tokens, a vocabulary of 151,936, hidden size 1,024
+    python benchmarks/training/logprob_memory.py --json FILE                  # 16,384 tokens, a vocabulary of 151,936, hidden size 1,024
     python benchmarks/training/logprob_memory.py --whole --tokens 1024        # the reference, as far as memory goes
 
-Prints one JSON object.  ``peak_bytes`` is what the process grew by at its largest, from before hidden states and the output layer's weight were made: so
-they and their gradients are in it (``inputs_bytes``, once each for values and gradients).
+Bar: less than 3 GB in chunks.
+
+Keys: ``peak_bytes`` is what the process grew by at its largest, from before hidden states and the output layer's weight were made: so
+they and their gradients are in it (``inputs_bytes``, once each for values and gradients); ``logits_bytes``: all logits in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.lib.report import Report
 from rose.train.logprobs import token_log_probs
 from rose.train.loss import entropy, restricted_log_softmax
 
@@ -28,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1_024)
@@ -57,16 +60,13 @@ def main() -> None:
         )
     (log_prob_N.sum() + 0.01 * entropy_N.sum()).backward()
     found = {
-        "tokens": args.tokens,
-        "vocabulary": args.vocabulary,
-        "hidden": args.hidden,
-        "whole": args.whole,
         "peak_bytes": _peak_bytes() - before,
         "inputs_bytes": 2 * 4 * (hidden_ND.numel() + weight_VD.numel()),
         "logits_bytes": 4 * args.tokens * args.vocabulary,
         "seconds": round(time.monotonic() - started_s, 1),
     }
-    print(json.dumps(found))
+    named = {key: value for key, value in vars(args).items() if key != "json"}
+    Report("logprob_memory").finish(found, {"arguments": named}, args.json)
 
 
 def _peak_bytes() -> int:
