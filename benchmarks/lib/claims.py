@@ -160,9 +160,17 @@ CLAIMS = (
         form="{:.2f}x", bar=(1, ">=", 1.0),
     ),
     Claim(
-        text="CPU time of ROSE in a step of production's scheduler, 256 requests: p50, p99, p99 with cold caches",
-        benchmark="overhead", keys=("hook_p50_us", "hook_p99_us", "cold_p99_us"), form="{:.0f} us",
-        bar=(1, "<=", 100.0),
+        text="CPU time of ROSE in a step of production's scheduler, 256 requests, the clock's own in it (see the next): p50, p99",
+        benchmark="overhead", keys=("hook_p50_us", "hook_p99_us"), form="{:.0f} us", bar=(1, "<=", 100.0),
+    ),
+    Claim(
+        text="the clock alone: p50, p99", benchmark="overhead", keys=("clock_p50_us", "clock_p99_us"), form="{:.0f} us",
+    ),
+    Claim(
+        text="the same with cold caches: p50, p99 (a goal)", benchmark="overhead", keys=("cold_p50_us", "cold_p99_us"), form="{:.0f} us", bar=(1, "<=", 100.0),
+    ),
+    Claim(
+        text="beside a rollout engine: p50, p99", benchmark="overhead", keys=("beside_p50_us", "beside_p99_us"), form="{:.0f} us", bar=(1, "<=", 100.0),
     ),
     Claim(
         text="a whole scheduler step with ROSE's hooks over without, nothing lent; and the noise",

@@ -13,7 +13,7 @@ engine gets its loan.
 Limits: never a page more than the device has, no error in production; at each stand-still everything back and lent again, and no core stays that
 is nobody's; no process left at the end.
 
-    python -m tests.plugin.storm --faults 3000
+    python -m tests.plugin.storm --faults 3000 --json benchmarks/results/coserving/storm/DATE.json
 """
 
 from __future__ import annotations
@@ -526,6 +526,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--log", action="store_true", help="show what the processes said")
+    parser.add_argument("--json", type=Path, help="where results go")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rose-storm-") as folder:
         storm = Storm(Path(folder), args.seed)
@@ -535,6 +536,10 @@ def main() -> None:
             print(json.dumps(asdict(storm.seen), indent=1))
             if args.log:
                 print((Path(folder) / "log").read_text()[-20000:])
+    if args.json is not None:
+        from benchmarks.lib.report import write  # here: nothing of it is to be in the processes that are forked
+
+        write(args.json, "storm", asdict(storm.seen), {"seeds": [args.seed]}, seconds=storm.seen.took_s)
 
 
 if __name__ == "__main__":
