@@ -82,12 +82,14 @@ _CLASSES |= {
 """As older logs name them."""
 _OLDER_FIELDS: dict[tuple[str, str], str] = {("lending._Promise", "asked_s"): "due_s"}
 """Class and field as older logs name them, and what holds the same now."""
+_GONE = frozenset({"_rush"})
+"""Fields of older logs that nothing holds any more."""
 _FIELDS: dict[type, tuple[str, ...]] = {
     cls: tuple(field.name for field in dataclasses.fields(cast("Any", cls)))
     for cls in _NAMES
     if dataclasses.is_dataclass(cls)
 }
-_UPGRADED = (turns.TurnBook, placing.Placer, packed.WorkerTable, fleet.Fleet)
+_UPGRADED = (turns.TurnBook, placing.Placer, packed.WorkerTable, fleet.Fleet, growth.PeakGrowth)
 """These say themselves how a state from before they had all of their parts becomes whole."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -218,6 +220,8 @@ def thaw(nodes: list[Any]) -> Any:
                     elif field.default_factory is not dataclasses.MISSING:
                         object.__setattr__(value, field.name, field.default_factory())
             for name, part in zip(parts[1::2], parts[2::2], strict=True):
+                if name in _GONE:
+                    continue
                 object.__setattr__(value, _OLDER_FIELDS.get((parts[0], name)) or name, get(part))
 
     try:

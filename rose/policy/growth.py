@@ -7,9 +7,14 @@ that is left, so it would call a burst small just where a loan made it wait.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Iterable
 
 _NUM_BUCKETS = 32
+_MAX_RISES = 32
+"""Of a bucket."""
+_MAX_ANSWERS = 8
 
 
 class WindowMax:
@@ -42,6 +47,15 @@ class WindowMax:
         if number >= peak and not math.isnan(peak_s):
             self._peak = (start_s, number)
 
+    @property
+    def window_s(self) -> float:
+        return self._window_s
+
+    @property
+    def buckets(self) -> Iterable[tuple[float, int]]:
+        """Start of each and its largest number, the oldest first."""
+        return self._buckets
+
     def at(self, now_s: float) -> int:
         """0 where nothing was added."""
         oldest_s, bucket_s = now_s - self._window_s, self._bucket_s
@@ -61,26 +75,105 @@ class WindowMax:
 
 
 class PeakGrowth:
-    """The most that demand rose within a short horizon, over a long window; both times in seconds."""
+    """The most that demand rose within any short time, over a long window; times in seconds.
+
+    Demand is a staircase: it is what it was told until it is told again.  A rise is kept with the time that it took, so that the
+    question may be asked for any horizon, also one that is known only later: of each bucket those rises that none within less time reached.
+    """
+
+    _most: WindowMax | None = None
+    """Of a decision log from before rises had a time."""
 
     def __init__(self, window_s: float) -> None:
-        self._recent: deque[tuple[float, int]] = deque(maxlen=1024)
-        self._most = WindowMax(window_s)
+        self._begin(window_s)
 
-    def add(self, at_s: float, demand_pages: int, horizon_s: float) -> None:
-        """Demand is ``demand_pages`` now; compare it with the least of the last ``horizon_s``."""
-        while len(self._recent) > 1 and self._recent[1][0] <= at_s - horizon_s:
-            self._recent.popleft()
-        self._recent.append((at_s, demand_pages))
-        self._most.add(at_s, demand_pages - min(pages for _, pages in self._recent))
+    def _begin(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._bucket_s = window_s / _NUM_BUCKETS
+        self._recent: deque[tuple[float, int]] = deque()
+        """Demand of before and until when it was so, where it was lower than ever after; the older, the lower."""
+        self._now: int | None = None
+        """Demand since the latest report."""
+        self._rises: deque[tuple[float, list[tuple[float, int]]]] = deque(maxlen=_NUM_BUCKETS + 1)
+        """Start of a bucket, and ``(took, pages)`` of its rises, both ascending."""
+        self._answers: dict[float, tuple[float, int]] = {}
+        """By horizon: start of the latest bucket that holds the largest rise, and that rise."""
+
+    def add(self, at_s: float, demand_pages: int, longest_s: float) -> None:
+        """Demand is ``demand_pages`` from now on; rises that took ``longest_s`` or more are not looked for."""
+        recent, before = self._recent, self._now
+        if before is not None:
+            while recent and recent[-1][1] >= before:
+                recent.pop()
+            recent.append((at_s, before))
+        while recent and recent[0][0] <= at_s - longest_s:
+            recent.popleft()
+        self._now = demand_pages
+        rises = self._rises
+        if not rises or at_s - rises[-1][0] >= self._bucket_s:
+            if len(rises) == rises.maxlen:
+                self._answers.clear()
+            rises.append((at_s, []))
+        known = rises[-1][1]
+        grown = False
+        for until_s, pages in reversed(recent):
+            if pages < demand_pages:
+                grown = _keep(known, at_s - until_s, demand_pages - pages) or grown
+        if grown:
+            self._answers.clear()
 
     def forget_recent(self) -> None:
         """What comes next does not continue what was before: a restart is no burst."""
         self._recent.clear()
+        self._now = None
 
-    def peak_pages(self, now_s: float) -> int:
-        return self._most.at(now_s)
+    def peak_pages(self, now_s: float, horizon_s: float) -> int:
+        """The most that demand rose within less than ``horizon_s``."""
+        return self._answer(now_s, horizon_s)[1]
 
-    def forgotten_s(self, now_s: float) -> float:
-        """When the peak will be forgotten; a smaller one may follow it."""
-        return self._most.forgotten_s(now_s)
+    def forgotten_s(self, now_s: float, horizon_s: float) -> float:
+        """When that will be forgotten; a smaller one may follow it.  Infinite where there was none."""
+        return self._answer(now_s, horizon_s)[0] + self._bucket_s + self._window_s
+
+    def upgrade(self) -> None:
+        """Complete the state of an older decision log, whose rises were within a horizon, whatever that was: here within any."""
+        old, self._most = self._most, None
+        if old is not None:
+            self._begin(old.window_s)
+            self._rises.extend(
+                (start_s, [(0.0, pages)] if pages > 0 else []) for start_s, pages in old.buckets
+            )
+
+    def _answer(self, now_s: float, horizon_s: float) -> tuple[float, int]:
+        found = self._answers.get(horizon_s)
+        oldest_s = now_s - self._window_s - self._bucket_s
+        if found is None or found[0] < oldest_s:
+            start_s, most = math.inf, 0
+            for at_s, rises in self._rises:
+                if at_s < oldest_s:
+                    continue
+                place = bisect_left(rises, (horizon_s, 0))
+                if place and rises[place - 1][1] >= max(1, most):
+                    start_s, most = at_s, rises[place - 1][1]
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            found = self._answers[horizon_s] = (start_s, most)
+        return found
+
+
+def _keep(rises: list[tuple[float, int]], took_s: float, pages: int) -> bool:
+    """Add one to those of a bucket, unless as much was reached in as little time; whether it was added."""
+    place = bisect_right(rises, (took_s, math.inf))
+    if place and rises[place - 1][1] >= pages:
+        return False
+    end = place
+    while end < len(rises) and rises[end][1] <= pages:
+        end += 1
+    while place and rises[place - 1][0] == took_s:
+        place -= 1
+    rises[place:end] = [(took_s, pages)]
+    if len(rises) > _MAX_RISES:
+        # The two that are nearest become the larger within the shorter time, to serving's side.
+        gap = min(range(len(rises) - 1), key=lambda at: rises[at + 1][1] - rises[at][1])
+        rises[gap : gap + 2] = [(rises[gap][0], rises[gap + 1][1])]
+    return True

@@ -172,8 +172,6 @@ class Lending(ABC):
     _device_silent: bool = False
     _device_limit: int | None = None
     num_reserve_breaches: int = 0
-    _rush: PeakGrowth | None = None
-    """Growth within the time that a cut takes which is due."""
     _told: bool = False
     """The latest event is the operator's word."""
     _steps_ns: WindowMax | None = None
@@ -193,7 +191,6 @@ class Lending(ABC):
         self._promises: list[_Promise] = []
         self._reclaims_s: deque[float] = deque(maxlen=_MAX_RECLAIM_SAMPLES)
         self._growth = PeakGrowth(self.params.growth_window_s)
-        self._rush = PeakGrowth(self.params.growth_window_s)
         self._used = WindowMax(self.params.use_window_s)
         self._steps_ns = WindowMax(deadlines.STEP_WINDOW_S)
 
@@ -231,7 +228,7 @@ class Lending(ABC):
         self._now_s, self._mode = other._now_s, other._mode
         self._serving, self._rollout = other._serving, other._rollout
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
-        self._growth, self._used, self._rush = other._growth, other._used, other._rush
+        self._growth, self._used = other._growth, other._used
         self._steps_ns, self._exit_s = other._steps_ns, other._exit_s
         self._p99_s = None
         self.num_cuts, self.reason = other.num_cuts, other.reason
@@ -318,10 +315,10 @@ class Lending(ABC):
         serving = self._serving
         if self._told or self._device_limit is not None or self.blocked is not None or self._claims_held:
             return True
-        if serving is None or serving.compute_only or not self._mode.has_serving or self._rush is None:
+        if serving is None or serving.compute_only or not self._mode.has_serving:
             return True
         free = serving.total_pages - serving.used_pages - self.held_pages
-        return free < max(1, self._rush.peak_pages(self._now_s))
+        return free < max(1, self._growth.peak_pages(self._now_s, self._rush_s))
 
     @property
     @abstractmethod
@@ -400,13 +397,10 @@ class Lending(ABC):
         # In every mode and under every policy: who learns only while lending learns from the first burst's victims.
         if not event.alive or event.phase != Phase.READY:
             self._growth.forget_recent()
-            if self._rush is not None:
-                self._rush.forget_recent()
             return
         demand = max(event.used_pages, event.needed_pages)
-        self._growth.add(event.at_s, demand, self.reclaim_p99_s)
-        if self._rush is not None:
-            self._rush.add(event.at_s, demand, self._rush_s)
+        # Also what rose within longer than a reclaim takes now: the next may be slower.
+        self._growth.add(event.at_s, demand, max(self.reclaim_p99_s, self.worst_reclaim_s))
         self._used.add(event.at_s, event.used_pages)
 
     def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:

@@ -59,7 +59,7 @@ class LendingPolicy(Lending):
     @property
     def need_pages(self) -> int:
         """The most that serving's demand grew within one reclaim, lately."""
-        return self._growth.peak_pages(self._now_s)
+        return self._growth.peak_pages(self._now_s, self.reclaim_p99_s)
 
     @property
     def hysteresis_pages(self) -> int:
@@ -152,7 +152,7 @@ class LendingPolicy(Lending):
                 return "the operator's limit"
         kept = self.headroom_pages - math.ceil(self.params.min_headroom_fraction * self.total_pages)
         if self.need_pages and kept > 0 and kept >= lately:
-            left = _left(self._growth.forgotten_s(now_s) - now_s)
+            left = _left(self._growth.forgotten_s(now_s, self.reclaim_p99_s) - now_s)
             return f"serving's demand grew by {self.need_pages} pages within one reclaim: so much is kept free for {left} more"
         if room >= cap:
             return "headroom and floor leave no more"

@@ -537,7 +537,7 @@ def main() -> None:
             if args.log:
                 print((Path(folder) / "log").read_text()[-20000:])
     if args.json is not None:
-        from benchmarks.lib.report import write  # here: nothing of it is to be in the processes that are forked
+        from benchmarks.lib.report import write  # here: the processes that are forked have none of it
 
         write(args.json, "storm", asdict(storm.seen), {"seeds": [args.seed]}, seconds=storm.seen.took_s)
 

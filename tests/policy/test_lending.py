@@ -74,6 +74,23 @@ def test_headroom_covers_the_fastest_growth_within_one_reclaim(world: World) -> 
     assert policy.need_pages <= 2
 
 
+def test_a_burst_counts_by_what_a_reclaim_takes_now_not_by_what_it_took_then(world: World) -> None:
+    policy = world.policy
+    assert isinstance(policy, LendingPolicy)
+    world.run(5.0)
+    for number in range(5):  # 40 within the 0.65 s of the worst case, 10 at a time
+        world.used = 10 * number
+        world.step(5.0 + 0.1 * (number + 1))
+    assert policy.need_pages == 40
+    policy._reclaims_s.extend([0.01] * 20)
+    policy._p99_s = None
+    assert policy.reclaim_p99_s == pytest.approx(0.06)
+    assert policy.need_pages == 10
+    policy._reclaims_s.append(0.2)  # the slowest of 21 is their 99th percentile
+    policy._p99_s = None
+    assert policy.need_pages == 30
+
+
 def test_what_serving_asks_for_beyond_its_memory_counts_as_growth(world: World) -> None:
     policy = world.policy
     assert isinstance(policy, LendingPolicy)
