@@ -19,6 +19,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from rose.policy.worker import Worker
 COST = CostParams()
 LEAST_LEFT = 0.25
 """Of what was expected of a turn: what one that has made more is still expected to make."""
+_ROUNDING = 1.0 - 1e-9
+"""So that a bound by other sums than the figure's own is no larger than it."""
 MIN_OBSERVED = 8
 """Attempts of an engine that have to have ended before anything can be said to take longer there than it should."""
 
@@ -86,14 +89,42 @@ def there_s(turn: Turn, rest: Rest, worker: Worker, beside: int) -> float:
     return read_s + rest.left * (speed.token_s + beside * speed.crowd_s * (1.0 + COST.social))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Least:
+    """No worker of some is quicker than this: seconds for a token to read, and for one to make."""
+
+    read_s: float
+    token_s: float
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> Least:
+        read_s = token_s = math.inf
+        for worker in workers:
+            speed, beside = worker.speed, worker.inflight
+            if beside < worker.slots:
+                read_s = min(read_s, speed.prefill_s * (1.0 + beside * COST.social_read))
+                token_s = min(token_s, speed.token_s + beside * speed.crowd_s * (1.0 + COST.social))
+        return cls(read_s=read_s * _ROUNDING, token_s=token_s * _ROUNDING)
+
+    def there_s(self, turn: Turn, rest: Rest) -> float:
+        """At most what :func:`there_s` says for any of them, beside as many turns as run there now or more."""
+        return self.read_s * (turn.num_tokens + rest.made) + rest.left * self.token_s
+
+
 def to_move(
-    turns: Iterable[Turn], homes: Callable[[Turn], list[Worker]], params: TurnParams, at_s: float
+    turns: Iterable[Turn],
+    homes: Callable[[Turn], list[Worker]],
+    params: TurnParams,
+    at_s: float,
+    everyone: Iterable[Worker],
 ) -> list[Move]:
     """Turns that are better off elsewhere, with where that is.
 
     Args:
         turns: Live ones, none of a dedicated worker; all of them, since those that were asked for have their room kept.
         homes: Dedicated workers that could run a turn now.
+        everyone: All workers that are a home for any turn.  Most turns are nowhere near to being moved: the best that one of
+            these could do tells so, without a look at each.
         params: ``migrate_ratio`` and ``migrate_margin_s``.
     """
     found: list[Move] = []
@@ -104,9 +135,12 @@ def to_move(
             coming[turn.stopped_for] += 1  # its engine has not answered yet
         elif turn.spec.resumable and not turn.spec.only_at:
             staying.append(turn)
+    least = Least.of(everyone)
     for turn in staying:
         rest = rest_of(turn, at_s)
         if rest is None or rest.here_s <= params.migrate_margin_s:
+            continue
+        if rest.here_s <= params.migrate_ratio * least.there_s(turn, rest) + params.migrate_margin_s:
             continue
         best: tuple[float, Worker] | None = None
         for home in homes(turn):

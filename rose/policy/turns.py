@@ -296,7 +296,13 @@ class TurnBook(TurnLife):
             for turn_id in sorted(self._live.get(worker.worker_id, ()))
         ]
         actions: list[Action] = []
-        for move in to_move(away, lambda turn: self.placer.homes(turn, at_s), self.params, at_s):
+        for move in to_move(
+            away,
+            lambda turn: self.placer.homes(turn, at_s),
+            self.params,
+            at_s,
+            [worker for worker in self.fleet if worker.tier is Tier.DEDICATED],
+        ):
             turn = move.turn
             assert turn.worker is not None
             turn.stopped_at_s, turn.stopped_for = at_s, move.home.worker_id
