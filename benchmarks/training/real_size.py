@@ -25,9 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
-import random
 import resource
 import statistics
 import subprocess
@@ -44,13 +42,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.models import SMALL, TINY, Shape, write_folder
+from benchmarks.gpu.made_up import Sizes, made_up, timed_step, write_model
+from benchmarks.gpu.models import SMALL, TINY, Shape
 from benchmarks.lib.report import Report, write
+from rose.proc import free_port
 from rose.train.adapter import LoraParams
-from rose.train.batch import MAX_PART_TOKENS, TrainingSequence
+from rose.train.batch import MAX_PART_TOKENS
 from rose.train.guard import GuardParams
 from rose.train.trainer import TorchTrainer, TrainerParams
-from tests.engine_launcher import free_port
 
 TOY = Shape(
     name="256x4", family="qwen3", hidden_size=256, intermediate_size=768, num_layers=4,
@@ -108,16 +107,9 @@ def main() -> None:
     report.finish(summary, {"arguments": named}, args.json)
 
 
-def write_model(shape: Shape, folder: Path) -> None:
-    """The shape's folder with random weights in bf16; embeddings are tied, as in Qwen3-0.6B."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    write_folder(shape, folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    config.tie_word_embeddings = True
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="100GB")
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    names = ("groups", "group_size", "prompt", "sampled", "spread")
+    return Sizes(**{name: getattr(args, name) for name in names})
 
 
 def one_arm(arm: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
@@ -199,11 +191,8 @@ def one_rank(args: argparse.Namespace, arm: str) -> None:
     masters = list(trainer.masters)
     before = [_local(tensor).clone() for tensor in masters[:1]]
     for step in range(args.steps):
-        started_s = time.monotonic()
-        told = trainer.step(made_up(args, trainer.vocab_size, seed=step))
-        if not math.isfinite(told.loss) or not told.num_updates:
-            raise SystemExit(f"step {step}: loss {told.loss}, {told.num_updates} updates")
-        print(json.dumps({"step": step, "seconds": round(time.monotonic() - started_s, 2)}), flush=True)
+        seconds = timed_step(trainer, made_up(sizes_of(args), trainer.vocab_size, seed=step))
+        print(json.dumps({"step": step, "seconds": round(seconds, 2)}), flush=True)
     if all(torch.equal(old, _local(new)) for old, new in zip(before, masters, strict=False)):
         raise SystemExit("the weights have not moved")
     tell_memory(masters)
@@ -228,7 +217,9 @@ def steps_of_trl(args: argparse.Namespace, params: TrainerParams) -> None:
 
     trl_module: Any = trl  # its names are loaded lazily, which types do not say
     transformers.utils.logging.disable_progress_bar()
-    batches = [made_up(args, SHAPES[args.shape].vocab_size, seed=step) for step in range(args.steps)]
+    batches = [
+        made_up(sizes_of(args), SHAPES[args.shape].vocab_size, seed=step) for step in range(args.steps)
+    ]
     clock: dict[str, Any] = {"step": 0, "began_s": 0.0}
     told = sys.stdout  # TRL writes there too
 
@@ -309,7 +300,7 @@ def compare_packing(args: argparse.Namespace, params: TrainerParams) -> None:
     order, seconds = [*trainers], {name: list[float]() for name in trainers}
     for step in range(args.steps + 1):
         order.append(order.pop(0))
-        batch = made_up(args, trainers["padded"].vocab_size, seed=step)
+        batch = made_up(sizes_of(args), trainers["padded"].vocab_size, seed=step)
         for name in order:
             started_s = time.process_time()
             trainers[name].step(batch)
@@ -320,30 +311,6 @@ def compare_packing(args: argparse.Namespace, params: TrainerParams) -> None:
         ratios = [one / base for one, base in zip(seconds[name], seconds["padded"], strict=True)]
         found[f"{name}_over_padded"] = round(statistics.median(ratios), 3)
     print(json.dumps(found), flush=True)
-
-
-def made_up(args: argparse.Namespace, vocab_size: int, *, seed: int) -> list[TrainingSequence]:
-    """Groups of which half the rewards are 1.  The longest sequence has ``prompt + sampled`` tokens, the shortest a ``spread``-th of them; in each as large a share is sampled."""
-    rng = random.Random(seed)
-    longest, num = args.prompt + args.sampled, args.groups * args.group_size
-    lengths = [max(2, round(longest * args.spread ** (-one / max(1, num - 1)))) for one in range(num)]
-    rng.shuffle(lengths)
-    prompts = [max(1, length * args.prompt // longest) for length in lengths]
-    return [
-        TrainingSequence(
-            trajectory_id=f"t{group}-{one}",
-            group_id=f"g{group}",
-            reward=float(one % 2),
-            token_ids=tuple(rng.randrange(3, vocab_size) for _ in range(length)),
-            positions=tuple(range(prompt, length)),
-            # About what a model of random weights gives each token.
-            logprobs=(-math.log(vocab_size),) * (length - prompt),
-            temperatures=(1.0,) * (length - prompt),
-            allowed=(None,) * (length - prompt),
-        )
-        for index, (length, prompt) in enumerate(zip(lengths, prompts, strict=True))
-        for group, one in [divmod(index, args.group_size)]
-    ]
 
 
 def _local(tensor: Any) -> torch.Tensor:
