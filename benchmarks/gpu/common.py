@@ -101,6 +101,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kernels": _kernels,
     "torch": lambda: _installed("torch", "torch"),
     "triton": lambda: _installed("triton", "triton"),
+    "transformers": lambda: _installed("transformers", "transformers"),
     "bindings": lambda: _installed("cuda.bindings", "cuda-bindings"),
     "vllm": lambda: _installed("vllm", "vLLM"),
     "plugin": _plugin,

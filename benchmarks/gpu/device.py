@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,15 @@ def machine() -> Figures:
 def contract() -> Figures:
     """The tests marked ``gpu``: the page pool's contract and the weight codec on this device."""
     driver()
-    files = CONTRACT[:1] if rehearsing() else CONTRACT  # the others launch kernels
+    return marked_gpu(CONTRACT[:1] if rehearsing() else CONTRACT)  # the others launch kernels
+
+
+def marked_gpu(files: Sequence[str]) -> Figures:
+    """The tests marked ``gpu`` of ``files``, in a process of their own.
+
+    Raises:
+        LedgerError: One failed, or a file had none that ran.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu.models import Shape
 from rose.errors import LedgerError
 from rose.evaluation.statistics import percentile
 from rose.units import PAGE_BYTES
@@ -18,6 +19,14 @@ PAPER_P99_RATIO = (1.07, 1.27)
 FREE_LIMIT_S = 0.5
 LOAD_SHARE = 0.9
 """Of the load that an arm asks for: with less its ratio says too little."""
+BF16_FLOP_S: Mapping[str, float] = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+}
+"""Dense bf16 products, by the name that CUDA has for the device: half of what the data sheets give with sparsity.  A slice (MIG) has another name."""
 
 
 def steps(arms: Mapping[str, Sequence[float]], alone: str = "alone", again: str = "again") -> dict[str, Any]:
@@ -168,6 +177,57 @@ def codec(
         f"{name}_payload_bits": 8 * num_bytes,
         f"{name}_over_2_31_bits": 8 * num_bytes > 2**31,
     }
+
+
+def update_flop(shape: Shape, lengths: Iterable[tuple[int, int]]) -> float:
+    """FLOP of the forward and backward pass of one update: what MFU counts, and no more.
+
+    6 for each weight of a layer and token, and for each weight of the output layer and *sampled* token, which alone meet it; of attention
+    ``6 * layers * heads * head_size * tokens**2`` a sequence, for a causal one needs half of its square.  What is computed twice (activation
+    checkpointing) and the forward passes beside it (log-probs before the update, the guard's measure after it) take their time and are not counted.
+
+    Args:
+        lengths: Of each sequence: all tokens, sampled tokens.
+    """
+    attention = shape.num_layers * shape.num_heads * shape.head_size
+    output = shape.vocab_size * shape.hidden_size
+    return 6.0 * sum(
+        shape.num_layer_parameters * tokens + output * sampled + attention * tokens**2
+        for tokens, sampled in lengths
+    )
+
+
+def training(
+    rows: Sequence[Mapping[str, Any]],
+    shape: Shape,
+    lengths: Sequence[tuple[int, int]],
+    peak_flop_s: float | None,
+) -> dict[str, Any]:
+    """Steps of one update each, the first of which warms up, and the version after each; medians.
+
+    Args:
+        rows: Of each step: ``step_s``, ``publish_s``, ``bytes_sent``, and ``density``, the share of bf16 elements that changed.
+        lengths: Of its batch, see :func:`update_flop`.
+        peak_flop_s: Of the device; None: nobody knows it, and there is no MFU.
+    """
+    found: dict[str, Any] = {"first_step_s": rows[0]["step_s"], "steps": len(rows) - 1}
+    if len(rows) == 1:
+        return found
+    middle = {
+        key: percentile([row[key] for row in rows[1:]], 0.5)
+        for key in ("step_s", "publish_s", "bytes_sent", "density")
+    }
+    flop_s = update_flop(shape, lengths) / middle["step_s"]
+    found |= {
+        "step_s": middle["step_s"],
+        "tokens_per_s": sum(tokens for tokens, _ in lengths) / middle["step_s"],
+        "tflop_s": flop_s / 1e12,
+        "mfu": None if peak_flop_s is None else flop_s / peak_flop_s,
+        "delta_publish_s": middle["publish_s"],
+        "delta_bytes": middle["bytes_sent"],
+        "delta_changed_fraction": middle["density"],
+    }
+    return found | ({"no_mfu": "the device's bf16 peak is not known here"} if peak_flop_s is None else {})
 
 
 def activation(inactive_bytes: int, seconds: Sequence[float], left_bytes: int) -> dict[str, Any]:

@@ -26,10 +26,15 @@ class Shape:
     vocab_size: int
 
     @property
-    def num_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
+        """Of the matrices of all layers."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + 2 * self.vocab_size * self.hidden_size
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
@@ -52,7 +57,12 @@ SMALL = Shape(
     name="qwen3-0.6b", family="qwen3", hidden_size=1024, intermediate_size=3072, num_layers=28,
     num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936,
 )  # fmt: skip
-"""Of the stage that loads a checkpoint; untied, so 1.5 GB."""
+"""Of the stage that loads a checkpoint; untied, so 1.5 GB.  Those that train have it tied, as it is published."""
+MEDIUM = Shape(
+    name="qwen3-4b", family="qwen3", hidden_size=2560, intermediate_size=9728, num_layers=36,
+    num_heads=32, num_kv_heads=8, head_size=128, vocab_size=151936,
+)  # fmt: skip
+"""Of a stage that trains; tied."""
 TINY = Shape(
     name="tiny", family="qwen3", hidden_size=96, intermediate_size=160, num_layers=2,
     num_heads=4, num_kv_heads=2, head_size=32, vocab_size=6000,

@@ -27,6 +27,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "engines": ("numpy", "torch", "safetensors", "transformers", "vllm", "msgspec", "xxhash", "numba"),
     "coserve": ("torch", "transformers", "vllm", "rich", "typer", *_AGENT),
     "weights": ("torch", "transformers", "vllm", "fsspec", *_AGENT),
+    "train": ("torch", "transformers", "safetensors", "pydantic", "msgspec", "xxhash", "numba", "cryptography", "pytest"),
 }  # fmt: skip
 """By module of stages: what it, or a process that it starts, imports when it runs."""
 IMPORT_S = 150.0

@@ -49,6 +49,7 @@ class Stage:
 _DEVICE = ("driver", "bindings", "torch")
 _ENGINE = ("gpu", "bindings", "torch", "vllm")
 _ROSE = (*_ENGINE, "plugin")
+_TRAIN = ("gpu", "torch", "transformers")
 STAGES: dict[str, Stage] = {
     "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60, 10),
     "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120, 20),
@@ -63,6 +64,9 @@ STAGES: dict[str, Stage] = {
     "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ROSE, 420, 540, 190, 1),
     "weights": Stage("weights", "updates", "a seeded checkpoint is loaded, replaced whole, then updated by deltas", _ROSE, 120, 200, 100),
     "codec": Stage("weights", "kernels", "the codec's kernels: the CPU codec's bytes, GB/s, a payload over 2^31 bits", ("gpu", "torch", "triton"), 60, 120, 25),
+    "contract_train": Stage("train", "contract", "the trainer's tests marked gpu: two steps here and on the CPU", _TRAIN, 60, 120),
+    "train": Stage("train", "steps", "steps of Qwen3-0.6B's shape: tokens/s, MFU, memory, the delta after each", _TRAIN, 90, 150, 30, "0.6B"),
+    "train_4b": Stage("train", "steps", "the same of Qwen3-4B's shape", _TRAIN, 200, 300, None, "4B"),
     "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ROSE, 150, 220, 130),
     "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", (*_ROSE, "kernels"), 200, 280),
     "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70, 15),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import common, device, figures
+from benchmarks.gpu import common, device, figures, train
 from rose.config import validate
 from rose.coserve.cuda_pages import CudaPagePool
 from rose.coserve.node_config import NodeConfig
@@ -30,6 +30,9 @@ WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this m
 LACKS = ("-p", "no:asyncio", "-p", "no:timeout", "-p", "no:hypothesispytest")
 
 
+FILES = (*device.CONTRACT, *train.CONTRACT)
+
+
 def collected(*options: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
@@ -41,7 +44,7 @@ def collected(*options: str) -> subprocess.CompletedProcess[str]:
         "--collect-only",
         "-m",
         "gpu",
-        *device.CONTRACT,
+        *FILES,
     ]
     return subprocess.run(
         command, cwd=common.ROOT, capture_output=True, text=True, timeout=280, check=False,
@@ -52,7 +55,7 @@ def collected(*options: str) -> subprocess.CompletedProcess[str]:
 def test_the_tests_marked_gpu_are_found_without_the_plugins_of_this_project() -> None:
     done = collected("-c", str(device.PYTEST_INI), "--rootdir", str(common.ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in device.CONTRACT:
+    for file in FILES:
         assert f"{file}::" in done.stdout
 
 
