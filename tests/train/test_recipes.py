@@ -7,7 +7,6 @@ formula is written as its paper writes it, answer by answer, with its derivative
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -16,50 +15,11 @@ import torch
 
 from rose.config import validate
 from rose.errors import ConfigError
-from rose.train.advantages import group_advantages
 from rose.train.build import trainer_params
-from rose.train.loss import (
-    LossParams,
-    correction,
-    outside_fraction,
-    policy_loss,
-    share_divisor,
-    undivided_shares,
-)
+from rose.train.loss import LossParams, correction, outside_fraction, policy_loss
 from rose.train.recipes import RECIPES, Algorithm
 from rose.train.train_config import TrainConfig
-
-Array = Any
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Log-probs by answer; rewards and groups of the answers."""
-
-    current: list[Array]
-    proximal: list[Array]
-    reference: list[Array]
-    behaviour: list[Array]
-    rewards: Array
-    groups: Array
-
-
-def answers(seed: int) -> Answers:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 9, size=12)
-    proximal = [-rng.uniform(0.05, 3.0, size) for size in lengths]
-    return Answers(
-        current=[one + rng.normal(0.0, 0.4, one.size) for one in proximal],
-        proximal=proximal,
-        reference=[one + rng.normal(0.0, 0.3, one.size) for one in proximal],
-        behaviour=[one + rng.normal(0.0, 0.6, one.size) for one in proximal],
-        rewards=np.array([1, 0, 0, 0, 0.3, 0.9, 0.1, 0.4, 1, 1, 1, 0], dtype=np.float64),
-        groups=np.repeat([0, 1, 2], 4),
-    )
-
-
-Found = tuple[float, list[Array]]
-"""Loss, and its derivative by each answer's current log-probs."""
+from tests.train.recipe_answers import Answers, Array, Found, answers, job, ours
 
 
 def within_group(made: Answers, of: Callable[[Array], Array]) -> Array:
@@ -167,56 +127,6 @@ FORMULAS: Mapping[str, Callable[[Answers], Found]] = {
     "cispo": cispo,
     "lite_ppo": lite_ppo,
 }
-
-
-def job(**trainer: Any) -> TrainConfig:
-    return validate(
-        TrainConfig,
-        {
-            "model": "m",
-            "weights": {"directory": "w"},
-            "rollout": {"max_tokens": 8},
-            "trainer": {"learning_rate": 1e-6, "guard": {"dual_clip": 0.0}, **trainer},
-        },
-    )
-
-
-def ours(made: Answers, config: TrainConfig, *, engine_differs: bool = False) -> Found:
-    """The same through what the trainer computes with."""
-    params = trainer_params(config)
-    sizes = [one.size for one in made.current]
-
-    def tokens(values: list[Array]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(values))
-
-    rewards = {str(index): float(reward) for index, reward in enumerate(made.rewards)}
-    if params.loss.kl_kind == "reward":
-        for index, (old, start) in enumerate(zip(made.proximal, made.reference, strict=True)):
-            rewards[str(index)] -= params.loss.kl_weight * float((old - start).sum())
-    found = group_advantages(
-        rewards,
-        {str(index): str(group) for index, group in enumerate(made.groups)},
-        baseline=params.baseline,
-        scale=params.scale_advantages,
-    )
-    advantages = torch.tensor([found[str(index)] for index in range(12)], dtype=torch.float64)
-    undivided = undivided_shares(sizes, params.loss.aggregation, params.loss.sum_tokens)
-    shares = [share / share_divisor(sizes, sizes, params.loss.aggregation) for share in undivided]
-    sequence_N = torch.repeat_interleave(torch.tensor(sizes))
-    current_N = tokens(made.current).requires_grad_()
-    loss, _ = policy_loss(
-        current_N=current_N,
-        proximal_N=tokens(made.proximal),
-        behaviour_N=tokens(made.behaviour if engine_differs else made.proximal),
-        advantage_N=advantages[sequence_N],
-        share_N=torch.tensor(shares, dtype=torch.float64)[sequence_N],
-        sequence_N=sequence_N,
-        params=params.loss,
-        reference_N=tokens(made.reference),
-    )
-    loss.backward()
-    assert current_N.grad is not None
-    return float(loss.detach()), [part.numpy() for part in current_N.grad.split(sizes)]
 
 
 def test_every_recipe_has_its_formula_here() -> None:
