@@ -32,12 +32,13 @@ from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Phase, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
+from rose.policy.lending_events import ALL_PAGES
 from rose.units import PAGE_BYTES
 from vllm_plugin import lines
 from vllm_plugin.features import Device, Findings, Front, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.peers import Peers, Trouble
-from vllm_plugin.roles import ENV_ALLOW_UNMEASURED, ENV_CORES, ENV_DIR, ENV_ENGINE
+from vllm_plugin.roles import ENV_ALLOW_UNMEASURED, ENV_CORES, ENV_DIR, ENV_ENGINE, ENV_PEER_PAGES
 from vllm_plugin.selfcheck import problems
 
 logger = logging.getLogger("vllm.rose")
@@ -50,7 +51,8 @@ STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _WORKERS = {"cpu": (CPU_WORKER, STOCK_CPU_WORKER), "cuda": (GPU_WORKER, STOCK_GPU_WORKER)}
 
 START_WAIT_S = 1.0
-"""Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
+"""Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway, and where it does not,
+production starts with the rest."""
 START_LOOK_S = 0.01
 
 OS_PAGE_BYTES = 4096
@@ -252,15 +254,17 @@ def _wrap_executor(original: Callable[..., Any], role: str) -> Callable[..., Any
                 core = vllm_config.parallel_config.data_parallel_index
                 os.environ[ENV_DIR] = str(core_dir(os.environ[ENV_DIR], core))
             if role == "serving":
-                _take_everything_back()
+                _take_everything_back(is_elastic(vllm_config))
         return original(self, vllm_config, *args, **kwargs)
 
     return init
 
 
-def _take_everything_back() -> None:
-    """Say ``starting`` and wait, for a moment, until the rollout engine holds nothing.  Never raises."""
+def _take_everything_back(elastic: bool = True) -> None:
+    """Say ``starting`` and wait, for a moment, until the rollout engine holds nothing; our workers, which all have to know the same, find
+    in their environment what it holds then, where their memory is ``elastic``.  Never raises."""
     global _starting
+    os.environ.pop(ENV_PEER_PAGES, None)
     try:
         node_dir = NodeDir(os.environ["ROSE_DIR"])
         if _starting is None:
@@ -275,11 +279,29 @@ def _take_everything_back() -> None:
     try:
         peers, until_s = Peers(node_dir, Trouble()), time.monotonic() + START_WAIT_S
         # Workers may hold memory for a moment longer than their core lives: nobody wakes us for them.
-        while peers.pages() and time.monotonic() < until_s:
+        while (held := peers.pages()) and time.monotonic() < until_s:
             time.sleep(START_LOOK_S)
         peers.close()
     except Exception as error:  # noqa: BLE001  # fail-open
         logger.warning("ROSE: the rollout engine may not have given everything back: %r", error)
+        return
+    if not elastic:  # its memory is beside theirs
+        return
+    if held >= ALL_PAGES:
+        # Of another version, which cannot read that we start and gives back for that.  Without any memory production would not serve.
+        logger.error(
+            "ROSE: what the rollout engine of %s holds cannot be read; production starts with all of its memory",
+            node_dir.path,
+        )
+    elif held:
+        os.environ[ENV_PEER_PAGES] = str(held)
+        logger.error(
+            "ROSE: the rollout engine of %s holds %d pages of 2 MiB after %g s (frozen?); production starts without them, and takes "
+            "each as soon as it is given back; kill or thaw that engine",
+            node_dir.path,
+            held,
+            START_WAIT_S,
+        )
 
 
 def starting_lease() -> RecordWriter[ServingLease] | None:

@@ -35,12 +35,13 @@ from rose.coserve.records import Mode, RankState
 from rose.errors import ConfigError, LedgerError
 from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED
 from rose.policy.coserving.runs import runs
+from rose.policy.coserving.serving import chunks_at_start
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
 from vllm_plugin.compat import OS_PAGE_BYTES
 from vllm_plugin.kv_layout import CountedCache, kv_entries
 from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
-from vllm_plugin.roles import ENV_ENGINE
+from vllm_plugin.roles import ENV_ENGINE, ENV_PEER_PAGES
 
 logger = logging.getLogger("vllm.rose")
 
@@ -180,7 +181,7 @@ class Pager:
 
     Args:
         node_dir: The node directory.
-        role: ``serving`` starts with everything mapped, ``rollout`` with nothing but the tail.
+        role: ``serving`` starts with everything mapped but what the peer still holds, ``rollout`` with nothing but the tail.
         rank: Of this worker in its engine.
         plan: The chunk plan.
         guard: Make released ranges inaccessible, so that a use after release faults (tests).
@@ -218,7 +219,8 @@ class Pager:
             if tail := plan.tail_ranges():
                 self.arena.map(tail)
             if role == "serving":
-                self._map(range(plan.num_chunks))
+                peer_pages = int(os.environ.get(ENV_PEER_PAGES, "0"))
+                self._map(range(chunks_at_start(plan.num_chunks, plan.chunk_pages, peer_pages)))
             # Last: a report that has a writer says that the memory is there.
             self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
         except BaseException:

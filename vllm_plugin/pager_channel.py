@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterable
+from contextlib import closing
 
 from rose.coserve.node_dir import NodeDir, Role
 from rose.coserve.records import ChunkState
 from rose.errors import LedgerError
+from rose.policy.coserving.chunks import MAPPED
 from rose.policy.coserving.events import Mark, Report
 from vllm_plugin.memory import engine_number
+from vllm_plugin.roles import ENV_PEER_PAGES
+
+
+def chunks_away(directory: NodeDir, num_chunks: int, num_ranks: int) -> list[int]:
+    """Chunks that production's workers have started without, as the rollout engine holds their pages; ask before anybody tells them what
+    is wanted.
+
+    Of a worker that has not reported, none: its memory is vLLM's own.
+
+    Raises:
+        LedgerError: A report cannot be read.
+    """
+    found: set[int] = set()
+    if ENV_PEER_PAGES not in os.environ:
+        return []
+    for rank in range(num_ranks):
+        with closing(directory.rank("serving", rank, num_chunks)) as reader:
+            record = reader.read()
+            if record is not None and record.engine == engine_number():
+                found.update(chunk for chunk, state in enumerate(reader.extra) if state != MAPPED)
+    return sorted(found)
 
 
 class PagerChannel:
     """See the module.  One thread.
 
     Args:
-        wanted: Is every chunk mapped at first?
+        wanted: Is every chunk mapped at first, but for those that are ``away``?
 
     Attributes:
         marks: The file of the marks, its writer's.
@@ -24,13 +49,22 @@ class PagerChannel:
     """
 
     def __init__(
-        self, directory: NodeDir, role: Role, num_chunks: int, num_ranks: int, *, wanted: bool
+        self,
+        directory: NodeDir,
+        role: Role,
+        num_chunks: int,
+        num_ranks: int,
+        *,
+        wanted: bool,
+        away: Iterable[int] = (),
     ) -> None:
         self.engine = engine_number()
         self._num_chunks = num_chunks
         self._generation = 0
         self.marks = directory.chunks_writer(role, num_chunks)
         self.marks.extra[:] = bytes([wanted]) * num_chunks
+        for chunk in away:
+            self.marks.extra[chunk] = 0
         self._write(after_step=0)
         self.ranks = [directory.rank(role, rank, num_chunks) for rank in range(num_ranks)]
 

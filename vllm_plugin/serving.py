@@ -39,7 +39,7 @@ from vllm_plugin.first_token_watch import FirstTokenWatch
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.loan_log import LoanLog
 from vllm_plugin.memory import ChunkPlan
-from vllm_plugin.pager_channel import PagerChannel
+from vllm_plugin.pager_channel import PagerChannel, chunks_away
 from vllm_plugin.peers import Trouble
 from vllm_plugin.prefix_watch import PrefixWatch
 from vllm_plugin.roles import ENV_DIR
@@ -86,6 +86,11 @@ class ServingSide:
         self._dir = directory = NodeDir(os.environ[ENV_DIR])
         self.seam = seam = Seam()
         self.balloon = Balloon(pool, plan.chunk_blocks)
+        num_pagers = num_ranks if elastic else 0
+        away = chunks_away(directory, plan.num_chunks, num_pagers)
+        # First of all: whatever becomes of us below, no step meets memory that is not there.
+        for chunk in away:
+            self.balloon.inflate(chunk)
         self.ghost = GhostCache(
             pool,
             scheduler.block_size,
@@ -96,7 +101,7 @@ class ServingSide:
         self.prefixes = PrefixWatch(pool, plan, scheduler.block_size, self.ghost, learns=elastic)
         self.steps = StepBook(plan.num_blocks, plan.chunk_blocks, stages=internals.has_stages(scheduler))
         """Engine thread only, but for numbers that the background thread reads."""
-        self.book = ServingBook(plan.num_chunks, plan.chunk_pages)
+        self.book = ServingBook(plan.num_chunks, plan.chunk_pages, away)
         """Background thread only.  The balloon holds what is not in use by it, plus the seam's ``released`` less ``mapped``."""
         self.search, self.learner = LoanSearch(), StepLearner()
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
@@ -104,7 +109,7 @@ class ServingSide:
             lease.extra[:] = pack_found(found)
             board = made.enter_context(directory.serving_board_writer())
             self._pagers = made.enter_context(
-                PagerChannel(directory, "serving", plan.num_chunks, num_ranks if elastic else 0, wanted=True)
+                PagerChannel(directory, "serving", plan.num_chunks, num_pagers, wanted=True, away=away)
             )
             self._pagers.require_workers()
             made.pop_all()

@@ -46,7 +46,7 @@ class LentLease:
         self._plan, self._seam, self._book = plan, seam, book
         self._ghost, self._prefixes = ghost, prefixes
         self._block_pages = plan.total_pages / max(1, plan.num_blocks)
-        self._reserved_pages = plan.total_pages
+        self._reserved_pages = book.lease_pages
         self.errors = 0
 
     @property

@@ -46,11 +46,14 @@ def engine(role: str, model: str) -> None:
     """A child: says ``PID ADDRESS`` once it is up, and lives until it is killed."""
     os.environ.update(ROSE_ROLE=role, ROSE_ENGINE="0")
     from tests.plugin import harness
+    from vllm_plugin import compat
     from vllm_plugin.memory import ChunkPlan, Pager
     from vllm_plugin.scheduler import RolloutScheduler, ServingScheduler
 
     config = harness.engine_config(Path(model))
     plan = ChunkPlan.of(harness.kv_cache_config(config))
+    if role == "serving":
+        compat._take_everything_back()  # as its core does before it starts its workers
     pager = Pager(NodeDir(os.environ["ROSE_DIR"]), role, 0, plan, guard=True)
     scheduler = harness.build(RolloutScheduler if role == "rollout" else ServingScheduler, config)
     core = harness.engine()

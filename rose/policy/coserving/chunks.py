@@ -23,6 +23,7 @@ class ChunkBook:
     Args:
         num_chunks: Chunks 0 .. num_chunks - 1.
         used: All are in use at first (production), or all are gone (rollouts).
+        away: Of those in use, the ones that are gone all the same.
 
     Attributes:
         marks: One byte per chunk, 1 = wanted: what the pagers are to be told.
@@ -31,13 +32,14 @@ class ChunkBook:
         changed: The marks differ from what was published.
     """
 
-    def __init__(self, num_chunks: int, *, used: bool) -> None:
+    def __init__(self, num_chunks: int, *, used: bool, away: Iterable[int] = ()) -> None:
         self._state = bytearray([_USED if used else _GONE]) * num_chunks
-        self._num = [0, 0, 0, 0]
-        self._num[_USED if used else _GONE] = num_chunks
+        for chunk in away:
+            self._state[chunk] = _GONE
+        self._num = [self._state.count(state) for state in range(len(_NAMES))]
         self._by: dict[int, int] = {}
         """Of each chunk that is LEAVING or COMING the generation that says so; empty most of the time."""
-        self.marks = bytearray([1 if used else 0]) * num_chunks
+        self.marks = bytearray(state == _USED for state in self._state)
         self.generation = 0
         self.after_step = 0
         self.changed = False

@@ -48,19 +48,20 @@ class ServingBook:
     Args:
         num_chunks: Of production's KV memory; chunk 0 (vLLM's null block) is never lent, which the engine thread sees to.
         chunk_pages: Pages of each.
+        away: Chunks that it started without, as the peer held their pages: nobody lent them, and they are wanted back like a loan.
 
     Attributes:
         stranded: Wanted back for too long; see :data:`STRANDED_AFTER_S`.
     """
 
-    def __init__(self, num_chunks: int, chunk_pages: int) -> None:
-        self.chunks = ChunkBook(num_chunks, used=True)
+    def __init__(self, num_chunks: int, chunk_pages: int, away: Iterable[int] = ()) -> None:
+        self.chunks = ChunkBook(num_chunks, used=True, away=away)
         self.chunk_pages = chunk_pages
         self.stranded = False
         self._back = 0
         self._missing = 0
         self._missing_since_s = 0.0
-        self._lease_pages = num_chunks * chunk_pages
+        self._lease_pages = self.chunks.num_held * chunk_pages
 
     def handle(self, event: ServingEvent) -> list[ServingAction]:
         """Take one event; what has to be done, in order.
@@ -94,6 +95,11 @@ class ServingBook:
     @property
     def total_pages(self) -> int:
         return self.chunks.num_chunks * self.chunk_pages
+
+    @property
+    def lease_pages(self) -> int:
+        """What the lease has to say, as last answered."""
+        return self._lease_pages
 
     @property
     def num_lent(self) -> int:
@@ -175,6 +181,14 @@ class ServingBook:
         self.chunks.check()
         lease_pages = self._lease_pages if lease_pages is None else lease_pages
         assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
+
+
+def chunks_at_start(num_chunks: int, chunk_pages: int, peer_pages: int) -> int:
+    """With how many chunks production starts beside a peer that does not let go of ``peer_pages``.
+
+    Chunk 0 is always among them: it holds vLLM's null block, was never lent, and no step goes without it.
+    """
+    return max(1, num_chunks - -(-peer_pages // chunk_pages))
 
 
 def lendable_chunks(

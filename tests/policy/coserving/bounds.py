@@ -70,10 +70,10 @@ class Mutant:
     """Who was not woken does not look."""
     trusts_the_silent: bool = False
     """An agent that says nothing any more still lends."""
-    starts_at_once: bool = False
-    """A production that starts does not wait for what the rollout engine holds."""
+    starts_with_all: bool = False
+    """A production that starts does not ask what the rollout engine holds."""
     forgets_workers: bool = False
-    """A production that starts does not wait for workers whose core is dead."""
+    """A production that starts does not ask what workers hold whose core is dead."""
 
     def __str__(self) -> str:
         return " ".join(name for name in Mutant.__dataclass_fields__ if getattr(self, name)) or "product"

@@ -9,8 +9,8 @@ keep to it is looked for in their protocol logs (:mod:`tests.policy.coserving.li
 Files: a reader keeps what it has met for as long as its writer lives; a writer makes anew what was deleted when it next looks; who is new
 finds only what has a name.  Two things are taken for granted, because an engine takes seconds to start and those that live look several
 times a second: they have met the files of one that starts before it does anything, and one that starts finds the files that they write,
-when production asks who holds memory.  Production is started again when all of its processes are gone, and waits for its peer without
-a bound; live it does so for a second.
+when production asks who holds memory.  Production is started again when all of its processes are gone; it counts at any moment what its
+peer holds, and at a later one maps the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rose.policy.coserving.events import (
     Use,
 )
 from rose.policy.coserving.rollout import RolloutBook, allowed_pages
-from rose.policy.coserving.serving import STRANDED_AFTER_S, ServingBook
+from rose.policy.coserving.serving import STRANDED_AFTER_S, ServingBook, chunks_at_start
 from rose.policy.lending_events import Mode, Phase
 from tests.policy.coserving.bounds import ROLLOUTS, SERVINGS, Bounds, Broken, Mutant
 from tests.policy.coserving.world_pager import Pager, Wish
@@ -134,8 +134,10 @@ class World:
             yield "kill: serving pager" if self.s_pager.alive else "start: production"
             return
         if self.starting:
-            if self._may_start():
-                yield "serving: takes all"
+            if self.s_at:
+                yield "serving: takes the rest"
+            elif not self.gone & {*ROLLOUTS, "rollout.rank0"}:
+                yield "serving: asks"
             return
         if self.s_kills:
             yield "kill: serving core"
@@ -250,8 +252,10 @@ class World:
         if verb == "release":
             self.pool -= {int(argument)}
             self.s_released |= {int(argument)}
+        elif verb == "asks":
+            self.s_peer, self.s_at = self._peer_pages_at_start(), "takes"
         elif verb == "takes":
-            self._take_all()
+            self._take_the_rest()
         elif verb == "look":
             self.woken = False
             if mutant.follows_the_name and "serving.rank0" in self.gone:
@@ -439,18 +443,20 @@ class World:
             self.gone -= {*ROLLOUTS, "rollout.rank0"}
         self.woken = True
 
-    def _may_start(self) -> bool:
-        """Has a production that starts seen that nobody holds anything?"""
-        if self.mutant.starts_at_once or (self.mutant.forgets_workers and not self.r_alive):
-            return True
-        return not self.gone & {*ROLLOUTS, "rollout.rank0"} and not self._peer_pages()
+    def _peer_pages_at_start(self) -> int:
+        if self.mutant.starts_with_all or (self.mutant.forgets_workers and not self.r_alive):
+            return 0
+        return self._peer_pages()
 
-    def _take_all(self) -> None:
+    def _take_the_rest(self) -> None:
         n = self.bounds.chunks
-        self.starting = False
-        self.serving, self.s_lease = ServingBook(n, 1), n
-        self.s_pager = Pager(n, True)
-        self.s_marks, self.pool = (0, bytes(self.serving.chunks.marks)), frozenset(range(n))
+        first = chunks_at_start(n, 1, self.s_peer)
+        self.starting, self.s_at, self.s_peer = False, "", 0
+        self.serving = book = ServingBook(n, 1, range(first, n))
+        self.s_lease, self.s_marks = book.lease_pages, (0, bytes(book.chunks.marks))
+        self.s_pager = Pager(n, True, first)
+        self.s_seen = self.s_pager.report
+        self.pool = frozenset(range(first))
 
     # --- what has to hold
 

@@ -17,11 +17,13 @@ class Pager:
 
     __slots__ = ("alive", "announced", "generation", "mapped", "report", "wanted")
 
-    def __init__(self, num_chunks: int, mapped: bool) -> None:
+    def __init__(self, num_chunks: int, mapped: bool, first: int | None = None) -> None:
+        """``first``: of those that are mapped only so many, from the lowest; None: all."""
         self.alive = True
         self.generation = 0
-        self.wanted = bytes([mapped]) * num_chunks
-        self.mapped = bytearray([mapped]) * num_chunks
+        num_mapped = (num_chunks if first is None else first) if mapped else 0
+        self.wanted = bytes(chunk < num_mapped for chunk in range(num_chunks))
+        self.mapped = bytearray(self.wanted)
         self.announced = -1
         """Chunk that is reported as on its way in, and not mapped yet."""
         self.report = Report(0, bytes(self.mapped))
