@@ -1,4 +1,5 @@
-"""Production keeps its process for weeks: an agent of another build beside it is refused by name.
+"""Production keeps its process for weeks: an agent of another build beside it works with it where their formats agree, and is refused by name
+where they do not.
 
 Each side runs from its own copy of the packages; another format on one side is a newer or an older one on the other.
 """
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rose.auth import Tokens
+from rose.coserve.node_dir import NodeDir
 from rose.errors import RoseError
 from rose.node_client import ControlClient
 from tests.builds import ROOT, copy_of_the_build
@@ -34,7 +37,14 @@ CHANGES = {
         "    touched_bytes: int = 0\n    new_bytes: int = 0\n",
         "was written by another ROSE version",
     ),
+    "other numbers of a policy": (
+        "rose/policy/coserving/serving.py",
+        "\nSTRANDED_AFTER_S = 3.0\n",
+        "\nSTRANDED_AFTER_S = 2.0\n",
+        "",
+    ),
 }
+SAME_FORMATS = "other numbers of a policy"
 LOOK = """
 import os
 from rose.coserve.node_dir import NodeDir
@@ -43,6 +53,7 @@ record = reader.read()
 print(record.phase, record.reserved_pages, record.errors, reader.alive())
 """
 """Production's lease as production's own build reads it."""
+READY = "2"
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -121,6 +132,55 @@ def productions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Production
     productions.end()
 
 
+@contextmanager
+def agent_beside(production: Production, build: Path, log_path: Path) -> Iterator[ControlClient]:
+    """Its agent runs from that build; who asks it, from ours."""
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose.cli", "node", "run", f"--config={production.folder / 'node.toml'}"],
+            stdout=log,
+            stderr=log,
+            cwd=build,
+            env=environment(build, production.folder),
+        )
+    client = ControlClient(production.folder / "n", production.tokens)
+    try:
+        yield client
+    finally:
+        client.close()
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "agent"),
+    [
+        (None, SAME_FORMATS),
+        # The newer one is on either side.
+        pytest.param(SAME_FORMATS, None, marks=pytest.mark.conformance),
+    ],
+)
+def test_builds_whose_formats_agree_lend_and_give_back_together(
+    tmp_path: Path, productions: Productions, plugin: str | None, agent: str | None
+) -> None:
+    production = productions.of(plugin)
+    serving, node = production.child, NodeDir(production.folder / "n")
+
+    def is_lent() -> bool:
+        with closing(node.rank("rollout", 0)) as reader:
+            worker = reader.read()
+        return worker is not None and worker.resident_pages > 2 and serving.resident_pages() < TOTAL_PAGES - 2
+
+    with agent_beside(production, build_with(tmp_path, agent), tmp_path / "agent.log") as client:
+        until(is_lent, "memory is lent")
+        assert client.status()["serving"]["support"] == "elastic"
+        answer = client.off(30.0, engine=False)
+
+        assert answer["given_back"]
+        until(lambda: serving.resident_pages() == TOTAL_PAGES, "production has all of its memory")
+        assert production.lease() == [READY, str(TOTAL_PAGES), "0", "True"]
+
+
 @pytest.mark.parametrize(
     ("plugin", "agent"),
     [
@@ -138,18 +198,9 @@ def test_a_build_of_another_format_is_refused_by_name_and_production_goes_on(
     production = productions.of(plugin)
     says = CHANGES[agent or plugin or ""][3]
     serving, build = production.child, build_with(tmp_path, agent)
-    with (tmp_path / "agent.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rose.cli", "node", "run", f"--config={production.folder / 'node.toml'}"],
-            stdout=log,
-            stderr=log,
-            cwd=build,
-            env=environment(build, production.folder),
-        )
-    client = ControlClient(production.folder / "n", production.tokens)
     waits_for = ""
 
-    def refused() -> bool:
+    def refused(client: ControlClient) -> bool:
         nonlocal waits_for
         assert serving.resident_pages() == TOTAL_PAGES, "nothing is lent to one that is not understood"
         try:
@@ -158,16 +209,12 @@ def test_a_build_of_another_format_is_refused_by_name_and_production_goes_on(
             return False
         return "serving.lease" in waits_for
 
-    try:
-        until(refused, "the agent names the file")
+    with agent_beside(production, build, tmp_path / "agent.log") as client:
+        until(lambda: refused(client), "the agent names the file")
         assert says in waits_for
         assert FIX in waits_for
         assert client.status()["engine"]["starts"] == 0
-        assert production.lease() == ["2", str(TOTAL_PAGES), "0", "True"], (
+        assert production.lease() == [READY, str(TOTAL_PAGES), "0", "True"], (
             "production is ready, without an error"
         )
         assert serving.process.poll() is None
-    finally:
-        client.close()
-        process.terminate()
-        process.wait(60)
