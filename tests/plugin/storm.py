@@ -56,9 +56,10 @@ from rose.proc import free_port
 from rose.units import PAGE_BYTES
 from tests.pair.memory import TORN_S, resident_pages
 from tests.plugin.scripted_vllm import TOTAL_PAGES, Block, Core, Scheduler, without_vllm
+from vllm_plugin import protocol_log
 from vllm_plugin.memory import ChunkPlan, Pager
 from vllm_plugin.orphans import end_with_guard
-from vllm_plugin.roles import ENV_DIR, ENV_ENGINE
+from vllm_plugin.roles import ENV_DECISIONS, ENV_DIR, ENV_ENGINE
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
@@ -75,6 +76,8 @@ STILL_EVERY = 40
 ALL_UP_EVERY = 10
 """Where an engine takes its time to start, most moments find nobody but the agent: so often there is a whole one, and whoever was hit least is."""
 GIVE_UP_S = 90.0
+MAX_LOGS = 10_000
+"""One of each engine.  None of them is thrown away."""
 
 
 # --- processes
@@ -277,9 +280,13 @@ class Seen:
 
 
 class Storm:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    Args:
+        logs: Where all engines keep the logs of their books; None: they keep none.
+    """
+
+    def __init__(self, folder: Path, seed: int, logs: Path | None = None) -> None:
         self._rng, self.seen = random.Random(seed), Seen()
         self._register = folder / "register"
         self._register.mkdir()
@@ -287,6 +294,9 @@ class Storm:
         self._dir.mkdir(mode=0o700)
         os.environ |= {ENV_REGISTER: str(self._register), ENV_DIR: str(self._dir)}
         self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if logs is not None:
+            os.environ[ENV_DECISIONS] = str(logs)
+            protocol_log.FLUSH_EVERY_S = 0.0  # an engine that is killed has said all
         self._wish = mmap.mmap(-1, 1)
         self._faults: Counter[str] = Counter()
         self._workers: set[int] = set()
@@ -301,6 +311,7 @@ class Storm:
             "mode": "on",
             "serving": {},
             "device": {"reserve_bytes": 0},
+            "decisions": {"directory": str(logs), "max_files": MAX_LOGS} if logs is not None else {},
             "engine": {
                 "model": "policy",
                 "command": [sys.executable],
@@ -527,9 +538,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--log", action="store_true", help="show what the processes said")
     parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--logs", type=Path, help="a folder for the decision logs of all engines")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rose-storm-") as folder:
-        storm = Storm(Path(folder), args.seed)
+        storm = Storm(Path(folder), args.seed, args.logs)
         try:
             storm.run(args.faults, lambda done, total: print(f"\r{done}/{total}", end="", file=sys.stderr))
         finally:
