@@ -14,15 +14,9 @@ Everything is a list of :class:`Task`, which do not know each other: they run on
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -33,6 +27,7 @@ from rose.sim.arrivals import Floats
 from rose.sim.cells import CellResult, run_cell, run_dedicated
 from rose.sim.metrics_source import MeteredTraffic
 from rose.sim.plan_assumptions import Assumption, assumptions, changed
+from rose.sim.plan_pool import ProcessPool
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, Misses, compare_misses
 from rose.sim.traffic import Traffic
@@ -212,67 +207,6 @@ class CapacityPlan:
         ends = [self.mean_gpus]
         ends += [end for one in self.swings for end in (one.low_gpus, one.high_gpus) if end is not None]
         return min(ends), max(ends)
-
-
-class ProcessPool:
-    """Tasks on all cores; with one worker, in this process.  A context manager: leaving it ends the workers, and they end by themselves
-    when this process is gone."""
-
-    def __init__(self, workers: int | None = None) -> None:
-        workers = workers or min(8, len(os.sched_getaffinity(0)))
-        self._pool: ProcessPoolExecutor | None = None
-        if workers > 1:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
-
-    def __enter__(self) -> ProcessPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def run(
-        self, tasks: Sequence[Task], done: Callable[[], None], *, required: bool = False
-    ) -> list[CellResult | None]:
-        """Results in the order of ``tasks``; None for one whose fleet cannot exist.
-
-        Raises:
-            ConfigError: A fleet cannot exist, where all are ``required``.
-        """
-        found: list[CellResult | None] = [None] * len(tasks)
-        if self._pool is None:
-            for index, task in enumerate(tasks):
-                found[index] = _run(task, required)
-                done()
-            return found
-        futures = {self._pool.submit(_run, task, required): index for index, task in enumerate(tasks)}
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            done()
-        return found
-
-
-def _run(task: Task, required: bool) -> CellResult | None:
-    try:
-        return task.run()
-    except ConfigError:
-        if required:
-            raise
-        return None
-
-
-def _begin_worker() -> None:
-    """Ctrl-C is the parent's; a parent that was killed takes its workers along."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def make_plan(

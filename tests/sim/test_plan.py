@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.errors import ConfigError
@@ -22,7 +18,6 @@ from rose.sim.plan import (
     WINDOWS,
     CapacityPlan,
     PlanCell,
-    ProcessPool,
     RiskVerdict,
     Task,
     altered,
@@ -33,6 +28,7 @@ from rose.sim.plan import (
 )
 from rose.sim.plan_assumptions import assumptions, changed
 from rose.sim.plan_page import render, write_plan
+from rose.sim.plan_pool import ProcessPool
 from rose.sim.plan_words import document, far_off, measure_next, text
 from rose.sim.scenario import Scenario
 from rose.sim.summary import Misses, compare_misses
@@ -45,7 +41,6 @@ SMALL = {
     "job": {"group_size": 4},
     "cells": {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 68.0, "in_flight_per_engine": 16},
 }
-ROOT = Path(__file__).parents[2]
 
 
 def small(**changes: object) -> Scenario:
@@ -252,33 +247,6 @@ def test_a_plan_is_the_same_on_one_core_and_on_two() -> None:
     one, two = ([each and each.harvested_tokens_s for each in results] for results in both)
     assert one == two
     assert len(set(one)) == 4
-
-
-def is_worker(process: psutil.Process) -> bool:
-    try:
-        return "spawn_main" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # of those that come and go
-        return False
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core there are no workers")
-def test_workers_end_when_the_command_is_killed(tmp_path: Path) -> None:
-    """SIGKILL, in the middle: nothing of it may go on computing."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "rose.cli", "plan", "--out", str(tmp_path)],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-    )
-    parent = psutil.Process(program.pid)
-    workers: list[psutil.Process] = []
-    while not workers and program.poll() is None:
-        workers = [each for each in parent.children(recursive=True) if is_worker(each)]
-    assert workers
-    program.kill()
-    program.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
-
-    assert not alive
 
 
 def test_an_assumption_under_which_nothing_runs_is_shown_as_such() -> None:
