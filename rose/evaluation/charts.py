@@ -341,7 +341,8 @@ def tornado(
         known = sorted(
             ((value, label, css) for value, label, css in ends if value is not None), key=lambda e: e[0]
         )
-        for value, label, css in known:
+        # The nearer over the farther: both may lie on one side.
+        for value, label, css in sorted(known, key=lambda end: -abs(end[0] - base)):
             begin, end = sorted((at(base), at(value)))
             tip = f"{row.label}, {label}: {x.format(value)}"
             body.append(

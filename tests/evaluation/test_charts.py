@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rose.evaluation.charts import Band, Series, line_chart, linear_axis
+from rose.evaluation.charts import Band, Range, Series, line_chart, linear_axis, tornado
 
 
 def captions(bands: list[Band]) -> list[tuple[str, float]]:
@@ -21,3 +21,12 @@ def test_captions_that_would_meet_are_in_two_rows() -> None:
     assert apart[0][1] == apart[1][1]
     close = captions([Band(start=5, end=16.3, label="average"), Band(start=16.5, end=18, label="busiest")])
     assert close[0][1] != close[1][1]
+
+
+def test_of_two_ends_on_one_side_the_nearer_is_drawn_over_the_farther() -> None:
+    """The longer bar hid the shorter one."""
+    for low, high in ((12.0, 15.0), (15.0, 12.0), (2.0, 5.0), (5.0, 2.0)):
+        row = Range(label="a", low_label="low", high_label="high", low=low, high=high)
+        drawn = tornado([row], 8.0, linear_axis(20.0, "{:g}".format), title="t")
+        widths = [float(width) for width in re.findall(r'<rect class="bar[^>]* width="([\d.]+)"', drawn)]
+        assert widths == sorted(widths, reverse=True), (low, high)
