@@ -29,7 +29,7 @@ from rose.errors import ConfigError
 
 MAX_ARRIVALS = 100_000
 MAX_TRACE_ROWS = 2_000_000
-"""A day of a large fleet; more is a wrong file, and must not eat the machine."""
+"""A day of 46 engines with a request every two seconds; more must not eat the machine."""
 MAX_TRACE_TOKENS = 10_000_000
 MAX_TRACE_DAYS = 366
 """What reads a trace counts its seconds: two rows that lie a thousand years apart must not eat the machine either."""
@@ -151,7 +151,8 @@ def load_trace(path: Path | str) -> list[TraceRow]:
     rows: list[TraceRow] = []
     first: datetime | None = None
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # A spreadsheet begins a file with a byte order mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, None)
             if header is None or tuple(name.strip() for name in header) != TRACE_COLUMNS:
@@ -165,7 +166,11 @@ def load_trace(path: Path | str) -> list[TraceRow]:
                 if not cells:
                     continue  # a blank line, often the last
                 if len(rows) >= MAX_TRACE_ROWS:
-                    raise ConfigError(f"more than {MAX_TRACE_ROWS} rows", field=where)
+                    raise ConfigError(
+                        f"more than {MAX_TRACE_ROWS} rows",
+                        field=where,
+                        fix="a shorter stretch, or every n-th row: that is the traffic of so many times fewer engines (rose plan: --engines)",
+                    )
                 moment, context, generated = _parse_row(cells, where)
                 first = first or moment
                 if (moment.tzinfo is None) != (first.tzinfo is None):
@@ -192,6 +197,12 @@ def load_trace(path: Path | str) -> list[TraceRow]:
         raise ConfigError(f"cannot be read as CSV: {error}", field=str(path)) from error
     if len(rows) < 2 or rows[-1].at_s <= 0:
         raise ConfigError("needs two rows or more, at different times", field=str(path))
+    for name, is_said in (
+        ("ContextTokens", any(row.context_tokens for row in rows)),
+        ("GeneratedTokens", any(row.generated_tokens for row in rows)),
+    ):
+        if not is_said:
+            raise ConfigError(f"{name} is 0 in every row", field=str(path), fix="the tokens of each request")
     return rows
 
 
@@ -301,7 +312,9 @@ def _parse_row(cells: list[str], where: str) -> tuple[datetime, int, int]:
     try:
         moment = datetime.fromisoformat(second + offset)
     except ValueError:
-        raise ConfigError(f"TIMESTAMP '{text[:40]}' is not a time", field=where) from None
+        raise ConfigError(
+            f"TIMESTAMP '{text[:40]}' is not a time", field=where, fix="like 2023-11-16 18:17:03.979"
+        ) from None
     moment = moment.replace(microsecond=int(decimals[:6].ljust(6, "0")))
     counts: list[int] = []
     for name, cell in zip(TRACE_COLUMNS[1:], cells[1:], strict=True):

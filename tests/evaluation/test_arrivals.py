@@ -161,6 +161,38 @@ def test_missing_empty_and_binary_traces_are_one_clear_error(tmp_path: Path) -> 
         load_trace(binary)
 
 
+def test_a_trace_that_a_spreadsheet_wrote_is_read(tmp_path: Path) -> None:
+    """With a mark before the first letter: the header was refused, and a line to the eye like it asked for."""
+    path = tmp_path / "trace.csv"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + HEADER.encode() + b"2023-11-16 18:17:03,5,6\r\n2023-11-16 18:17:04,7,8\r\n"
+    )
+
+    assert [row.context_tokens for row in load_trace(path)] == [5, 7]
+
+
+@pytest.mark.parametrize(("row", "name"), [("0,5", "ContextTokens"), ("5,0", "GeneratedTokens")])
+def test_a_trace_without_lengths_is_refused(tmp_path: Path, row: str, name: str) -> None:
+    """Each request was taken for one of one token."""
+    path = write(tmp_path, HEADER + f"2023-11-16 18:17:03,{row}\n2023-11-16 18:17:04,{row}\n")
+
+    with pytest.raises(ConfigError, match=f"{name} is 0 in every row"):
+        load_trace(path)
+    path.write_text(path.read_text() + "2023-11-16 18:17:05,5,5\n")
+    assert len(load_trace(path)) == 3
+
+
+def test_a_trace_of_too_many_rows_is_told_how_to_give_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.evaluation.arrivals.MAX_TRACE_ROWS", 2)
+    path = write(tmp_path, HEADER + "2023-11-16 18:17:03,1,1\n" * 3)
+
+    with pytest.raises(ConfigError, match=r"trace.csv:4: more than 2 rows.*every n-th row") as caught:
+        load_trace(path)
+    assert "--engines" in str(caught.value)
+
+
 def even_trace(num: int, every_s: float, burst_at: int | None = None) -> list[TraceRow]:
     times = [index * every_s for index in range(num)]
     if burst_at is not None:
