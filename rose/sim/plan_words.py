@@ -100,6 +100,12 @@ def warnings(plan: CapacityPlan) -> list[str]:
         )
     if traffic.covered < COVERED:
         found.append(_covered(traffic))
+    if traffic.silence_s is not None:
+        begin_s, length_s = traffic.silence_s
+        found.append(
+            f"no request came for {span(length_s)}, {span(begin_s)} after the first; this is counted as quiet: if the log has a hole there, "
+            "plan for each side of it by itself"
+        )
     if traffic.restarts:
         found.append(
             f"servers were started again, {traffic.restarts} time{'s' if traffic.restarts > 1 else ''} while this was counted; if they were not, the "
@@ -190,6 +196,7 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
             "source": traffic.source,
             "span_s": traffic.span_s,
             "covered": traffic.covered,
+            "silence_s": traffic.silence_s,
             "num_engines": traffic.num_engines,
             "knows_engines": traffic.knows_engines,
             "restarts": traffic.restarts,

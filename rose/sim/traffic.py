@@ -38,6 +38,9 @@ PROFILE_BINS = 288
 """Points of the rate over time, at most: 5 minutes of a day."""
 MIN_BIN_S = 30.0
 
+SILENCE = (300.0, 30)
+"""A time without a request of so many seconds and so many mean times between two is no chance: the log has a hole, or users are away."""
+
 Drawn = tuple[Floats, Ints, Ints]
 """Seconds from the beginning of the stretch, prompt and output tokens; sorted by time."""
 
@@ -63,6 +66,8 @@ class Traffic(ABC):
     """Of production's KV memory: mean, and the highest of a scrape (mean over engines)."""
     restarts: int = 0
     """Times that a server's counters went back, or another process answered."""
+    silence_s: tuple[float, float] | None = None
+    """The longest time without a request: its begin, and how long; None where it may be chance, or a gap is known to be none."""
     hit_share: float | None = None
     """Of prompt tokens, found in production's prefix cache."""
     observed_ms: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
@@ -229,10 +234,20 @@ def from_trace(path: Path, num_engines: int | None, config: ServingSection) -> T
         num_engines=num_engines or len(rows) / span_s / config.requests_per_s,
         span_s=span_s,
         knows_engines=num_engines is not None,
+        silence_s=_silence(at_s),
         at_s=at_s,
         prompt=np.array([row.context_tokens for row in rows], dtype=np.int64),
         output=np.array([row.generated_tokens for row in rows], dtype=np.int64),
     )
+
+
+def _silence(at_s: Floats) -> tuple[float, float] | None:
+    gaps_s = np.diff(at_s)
+    longest = int(np.argmax(gaps_s))
+    least_s, means = SILENCE
+    if gaps_s[longest] < max(least_s, means * float(gaps_s.mean())):
+        return None
+    return float(at_s[longest]), float(gaps_s[longest])
 
 
 def generated(num_engines: int, config: ServingSection) -> GeneratedTraffic:

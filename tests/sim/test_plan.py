@@ -452,6 +452,15 @@ def test_time_without_data_is_said_at_the_top(plan: CapacityPlan) -> None:
     assert document(outage)["details"]["traffic"]["covered"] == 0.25
 
 
+def test_a_long_time_without_a_request_is_said_at_the_top(plan: CapacityPlan) -> None:
+    hole = replace(plan, traffic=replace(plan.traffic, silence_s=(3600.0, 7200.0)))
+
+    for said in (text(hole), render(hole)):
+        assert "o request came for 2.0 hours, 60 minutes after the first; this is counted as quiet" in said
+    assert "counted as quiet" not in text(plan)
+    assert document(hole)["details"]["traffic"]["silence_s"] == (3600.0, 7200.0)
+
+
 def test_restarts_are_said_at_the_top(plan: CapacityPlan) -> None:
     some = replace(plan, traffic=replace(plan.traffic, restarts=2))
 

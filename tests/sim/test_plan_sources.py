@@ -519,6 +519,16 @@ def test_a_trace_s_stretches_are_found_and_keep_their_bursts(tmp_path: Path) -> 
     assert traffic.knows_engines
 
 
+def test_a_hole_in_a_trace_is_found_and_its_bursts_are_none(tmp_path: Path) -> None:
+    """Six hours that were not logged made six hours in which nearly every GPU could be lent."""
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 {minute // 60:02d}:{minute % 60:02d}:00,100,10" for minute in range(1440)]
+    path.write_text(HEADER + "\n".join(rows[:120] + rows[480:]) + "\n")
+
+    assert from_trace(path, 2, SERVING).silence_s == (119 * 60.0, 361 * 60.0)
+    assert from_trace(burst(path), 2, SERVING).silence_s is None
+
+
 def test_requests_that_somebody_had_are_as_long_as_they_were(tmp_path: Path) -> None:
     """The scenario's longest request is the generator's: of a fleet with longer ones it made a quieter one."""
     path = tmp_path / "trace.csv"
