@@ -436,12 +436,18 @@ def recommend(cells: Iterable[PlanCell]) -> float:
     return max(headroom for headroom in safe if harvest[headroom] >= SAME_WORTH * most)
 
 
-def verdict_of(judged: Iterable[PlanCell]) -> RiskVerdict:
-    """Each stretch must be safe by itself, and all together have requests enough to show one in ``1 / SAFE_EXTRA``."""
+def kept_alone(judged: Iterable[PlanCell]) -> float:
+    """Requests judged that are within their limits without rollouts: what is late anyway says nothing of these."""
+    return sum(cell.misses.num * (1.0 - cell.alone_missed) for cell in judged)
+
+
+def verdict_of(judged: Sequence[PlanCell]) -> RiskVerdict:
+    """Each stretch must be safe by itself, and all together have requests enough, kept within limits without rollouts, to show one in
+    ``1 / SAFE_EXTRA``."""
     known = [cell.misses for cell in judged if cell.misses.num]
     if any(misses.low is not None and misses.low > SAFE_EXTRA for misses in known):
         return RiskVerdict.UNSAFE
-    few = sum(misses.num for misses in known) * SAFE_EXTRA < 1
+    few = kept_alone(judged) * SAFE_EXTRA < 1
     if few or any(misses.share is not None and misses.share > SAFE_EXTRA for misses in known):
         return RiskVerdict.UNCLEAR
     return RiskVerdict.SAFE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, RiskVerdict, Swing
+from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, RiskVerdict, Swing, kept_alone
 from rose.sim.scenario import MAX_CELL_S
 from rose.sim.traffic import Traffic
 from rose.sim.worth import LOADED
@@ -48,6 +48,12 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
             f"headroom that looked best; {SAFE_EXTRA:.1%} is allowed (production alone misses {worst.alone_missed:.1%} there)",
         )
     if plan.verdict is RiskVerdict.UNCLEAR:
+        if is_late_alone(plan):
+            return (
+                "not known whether lending is safe, so no worth is stated",
+                f"by itself production answers {kept_alone(plan.judged):,.0f} of {misses.num:,} requests within its limits: too few to show "
+                f"that at most {SAFE_EXTRA:.1%} more are late beside rollouts",
+            )
         return (
             "not known whether lending is safe, so no worth is stated",
             f"of {misses.num:,} requests judged {misses.added} are late only with rollouts and {misses.mended} only without: too few to show "
@@ -60,6 +66,11 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
             f"{max(0.0, plan.yardstick.gain):.0%} of what they would in proportion (told from {LOADED:.0%}), so any number of engines looks equal",
         )
     return "nothing to gain as assumed", "the job samples no more with production's engines than without them"
+
+
+def is_late_alone(plan: CapacityPlan) -> bool:
+    """Whether requests enough were judged, but too few that are within their limits without rollouts: more of such say no more."""
+    return kept_alone(plan.judged) * SAFE_EXTRA < 1 <= plan.misses.num * SAFE_EXTRA
 
 
 def text(plan: CapacityPlan) -> str:
@@ -245,7 +256,7 @@ def measure_next(plan: CapacityPlan) -> list[str]:
     elif not traffic.knows_engines:
         found.append("how many engines served this traffic: --engines N")
     misses, cells = plan.misses, plan.scenario.cells
-    if plan.verdict is RiskVerdict.UNCLEAR and misses.num:
+    if plan.verdict is RiskVerdict.UNCLEAR and misses.num and not is_late_alone(plan):
         times = max(2.0, ENOUGH / SAFE_EXTRA / misses.num)
         longer_s = cells.seconds * times
         how = f"--set cells.seconds={longer_s:.0f}, or more" if longer_s <= MAX_CELL_S else "More"

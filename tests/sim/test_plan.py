@@ -81,7 +81,7 @@ def cell(window: str, headroom: float, worth: float, late: int) -> PlanCell:
         alone_kv=0.1,
         busy=0.2,
         own=0.15,
-        alone_missed=0.02,
+        alone_missed=0.0,
     )
 
 
@@ -148,6 +148,22 @@ def test_no_request_judged_is_said_and_is_no_zero(plan: CapacityPlan) -> None:
     assert "no request judged" in page
     assert "0.000%" not in page
     assert "None of them adds" not in page
+
+
+def test_limits_that_production_alone_hardly_keeps_leave_nothing_to_judge(plan: CapacityPlan) -> None:
+    """Nobody answers within a millisecond; rollouts could make none late, and lending was "safe" with a worth."""
+    hopeless = tuple(
+        replace(cell(window, 0.1, 1.0, 0), misses=Misses(num=3000, added=0, mended=0), alone_missed=0.999)
+        for window in WINDOWS
+    )
+    assert verdict_of(hopeless) is RiskVerdict.UNCLEAR
+    assert verdict_of([replace(each, alone_missed=0.6) for each in hopeless]) is RiskVerdict.SAFE
+
+    late = replace(plan, verdict=RiskVerdict.UNCLEAR, judged=hopeless)
+    for said in (text(late), render(late)):
+        assert "y itself production answers 9 of 9,000 requests within its limits" in said
+    assert measure_next(late)[0].startswith("your limits: by itself production misses 99.9%")
+    assert not any("more requests" in line for line in measure_next(late))
 
 
 @pytest.mark.parametrize("seconds", [60.0, 10.0])
