@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import psutil
+
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError, WeightsError
 from rose.train.batch import TrainingSequence, in_order, share_of
@@ -45,6 +47,8 @@ MAX_WORD_CHARS = 2000
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device.  What is counted lies in host memory on either."""
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 MakeTrainer = Callable[[TrainConfig], Any]
 
 
@@ -64,7 +68,7 @@ class TrainRank:
 
     def join(self, host: str, port: int) -> None:
         """Meet the others at ``host:port`` and build this rank's share of the model."""
-        self._store = _join(self._config, self._rank, host, port)
+        self._store = _join(self._config, self._rank, host, port, _own_address())
         with self._last_words():
             self._trainer = self._make_trainer(self._config)
 
@@ -107,7 +111,7 @@ class RankedTrainer:
         self._ranks = ranks
         host, port = _address()
         joining = [rank.join.remote(host, port) for rank in ranks]
-        self._store = _join(config, 0, host, port)
+        self._store = _join(config, 0, host, port, host)
         self._trainer: Trainer = self._own(make_trainer, config)
         self._publisher: Any = None
         self._config = config
@@ -269,12 +273,17 @@ def _word_of(rank: int) -> str:
     return f"rose/failed/{rank}"
 
 
-def _join(config: TrainConfig, rank: int, host: str, port: int) -> Any:
-    """Meet the other ranks; the store in which they did, which is rank 0's."""
+def _join(config: TrainConfig, rank: int, host: str, port: int, own: str) -> Any:
+    """Meet the other ranks; the store in which they did, which is rank 0's.
+
+    Args:
+        own: This node's address as the cluster sees it.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(config.trainer.num_threads)
+    _speak_through(own)
     if config.trainer.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own device alone
     timeout, world_size = timedelta(seconds=JOIN_TIMEOUT_S), config.trainer.num_ranks
@@ -287,11 +296,30 @@ def _join(config: TrainConfig, rank: int, host: str, port: int) -> Any:
     return store
 
 
-def _address() -> tuple[str, int]:
-    """Where the ranks meet: this node's address as the cluster sees it, and a port that was free a moment ago."""
+def _speak_through(address: str) -> None:
+    """Have gloo use the interface of ``address``, unless the environment names another.
+
+    Left to itself it takes what the host's own name stands for.  That is a loopback address on many systems, and ranks on other nodes would look
+    for this one on their own.
+    """
+    if os.environ.get(GLOO_INTERFACE):
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ[GLOO_INTERFACE] = name
+            return
+
+
+def _own_address() -> str:
+    """This node's, as the cluster sees it."""
     import ray
 
-    host = ray.util.get_node_ip_address()
+    return ray.util.get_node_ip_address()
+
+
+def _address() -> tuple[str, int]:
+    """Where the ranks meet: this node's address, and a port that was free a moment ago."""
+    host = _own_address()
     with socket.socket() as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]

@@ -1,5 +1,5 @@
-"""One of two ranks to which something happens: ``python -m tests.train.rank_faults ends|disk HOW ARGUMENT``, told which one by the variables
-of a launcher of torch programs.  It prints what it made of it."""
+"""One of two ranks to which something happens: ``python -m tests.train.rank_faults ends|disk|meets HOW ARGUMENT``, told which one by the
+variables of a launcher of torch programs.  It prints what it made of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rose.train import checkpoint as checkpoints
+from rose.train import ranks
 from rose.train.ranks import tells_of_a_lost_rank
+from rose.train.train_config import TrainConfig
 
 RANK = int(os.environ["RANK"])
 
@@ -82,10 +84,37 @@ def slow_disk(how: str, folder: Path) -> None:
         print(str(error).splitlines()[0], flush=True)
 
 
+def two_rank_job(folder: Path) -> TrainConfig:
+    table = {
+        "job": "j",
+        "model": str(folder / "model"),
+        "output_dir": str(folder / "out"),
+        "scheduler": {"url": "http://127.0.0.1:1"},
+        "weights": {"directory": str(folder / "versions")},
+        "trainer": {"learning_rate": 1e-3, "num_ranks": 2},
+    }
+    return TrainConfig.model_validate(table)
+
+
+def meets(place: str, own: str) -> None:
+    """The other, at the first one's ``place``, on machines of which each goes by its ``own`` address."""
+    host, port = place.split(":")
+    ranks.JOIN_TIMEOUT_S = 60.0
+    sums = torch.ones(1)
+    try:
+        ranks._join(two_rank_job(Path("/none")), RANK, host, int(port), own)
+        dist.all_reduce(sums)
+        print(float(sums), flush=True)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0], flush=True)
+
+
 if __name__ == "__main__":
     what, how, argument = sys.argv[1:]
     if what == "ends":
         another_ends(how, float(argument))
+    elif what == "meets":
+        meets(how, argument)
     else:
         slow_disk(how, Path(argument))
     os._exit(0)  # gloo's threads may abort an interpreter that ends

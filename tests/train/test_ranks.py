@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
 from rose.train.ranks import tells_of_a_lost_rank
-from tests.engine_launcher import Forked, fork_module, free_port
+from tests.engine_launcher import ROOT, Forked, fork_module, free_port
 from tests.train.rank_main import run_steps
 
 pytestmark = pytest.mark.timeout(200)
@@ -231,6 +233,38 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_on_every_rank(tmp_
     assert "state.json would take" in first
     assert "rank 0 could not write" in other
     assert not list((tmp_path / "checkpoint").iterdir())
+
+
+MACHINES = """
+ip link set lo up
+ip link add v0 type veth peer name v1
+ip address add 10.99.0.1/24 dev v0
+ip link set v0 up
+mkfifo there linked
+unshare --net sh -c 'echo > there; read _ < linked; ip link set lo up; ip address add 10.99.0.2/24 dev v1; ip link set v1 up;
+    RANK=1 exec timeout 90 "$@"' - "$@" 10.99.0.2 > rank-1 2>&1 &
+read _ < there
+ip link set v1 netns $!
+echo > linked
+RANK=0 timeout 90 "$@" 10.99.0.1 > rank-0 2>&1
+wait $!
+"""
+"""A command on two machines with a cable between them, both of this one's name."""
+
+
+def test_ranks_on_two_machines_meet_at_the_addresses_that_the_cluster_knows(tmp_path: Path) -> None:
+    """Where a host's own name is its loopback's, as on many systems, gloo by itself tells the other rank 127.0.0.1."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces here")
+    command = [sys.executable, "-m", "tests.train.rank_faults", "meets", "10.99.0.1:29500"]
+    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    subprocess.run(
+        [*alone, "sh", "-ec", MACHINES, "-", *command], cwd=tmp_path, env=env, check=False, timeout=150
+    )
+    said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert [one.splitlines()[-1:] for one in said] == [["2.0"]] * 2, said
 
 
 @pytest.mark.parametrize(
