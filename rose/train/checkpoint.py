@@ -94,7 +94,7 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    place, group = _Place(checkpoint, directory, keep), _disk_group()
+    place, group = _Place(checkpoint, directory, keep), disk_group()
     with place.written():
         _on_first_rank(place.prepare, group)
         _write_tensors(_tensors_of(checkpoint), place.staging, group)
@@ -122,7 +122,7 @@ class BackgroundWriter:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
-        place, group = _Place(checkpoint, directory, keep), _disk_group()
+        place, group = _Place(checkpoint, directory, keep), disk_group()
         with place.written():
             _on_first_rank(place.prepare, group)
         # The library's own thread warns, at some later time: that a trainer of one process has no group is no news.
@@ -379,7 +379,7 @@ def read_into(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             load_tensors(
                 dict(tensors),
                 storage_reader=_reader(path),
-                process_group=_disk_group(),
+                process_group=disk_group(),
                 no_dist=not _is_distributed(),
             )
     # A rank's failure is no Exception but a class of the library's own; what its readers raise has many.
@@ -442,7 +442,7 @@ def _rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def _disk_group() -> Any:
+def disk_group() -> Any:
     """The ranks once more, with :data:`DISK_TIMEOUT`; all ranks.  None of a trainer of one process.
 
     Apart from the steps' collectives also because those of two threads in one group would be taken for each other's.  Disks have one at a time: what is

@@ -28,7 +28,7 @@ import psutil
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError, WeightsError
 from rose.train.batch import TrainingSequence, in_order, share_of
-from rose.train.checkpoint import Checkpoint
+from rose.train.checkpoint import Checkpoint, disk_group
 from rose.train.protocol import Trainer, TrainReport
 from rose.train.publishing import MakePublisher
 from rose.train.train_config import TrainConfig
@@ -69,7 +69,7 @@ class TrainRank:
     def join(self, host: str, port: int) -> None:
         """Meet the others at ``host:port`` and build this rank's share of the model."""
         self._store = _join(self._config, self._rank, host, port, _own_address())
-        with self._last_words():
+        with self._last_words(alone=True):
             self._trainer = self._make_trainer(self._config)
 
     def open_publisher(self, make: MakePublisher, tokens: Tokens, attempt: int) -> None:
@@ -84,14 +84,16 @@ class TrainRank:
             getattr(owner, name)(*arguments, **named)
 
     @contextmanager
-    def _last_words(self) -> Iterator[None]:
-        """What goes wrong inside with this rank alone ends it.  Errors of ours are raised on all ranks alike."""
+    def _last_words(self, *, alone: bool = False) -> Iterator[None]:
+        """What goes wrong inside with this rank alone ends it.
+
+        Args:
+            alone: That may be an error of ours, too: its node has no model folder, say.  Else these are raised on all ranks alike.
+        """
         try:
             yield
-        except RoseError:
-            raise
         except Exception as error:
-            if tells_of_a_lost_rank(error):
+            if tells_of_a_lost_rank(error) or (isinstance(error, RoseError) and not alone):
                 raise
             logger.exception("rank %d fails", self._rank)
             key, lines = _word_of(self._rank), str(error).splitlines() or [""]
@@ -293,6 +295,8 @@ def _join(config: TrainConfig, rank: int, host: str, port: int, own: str) -> Any
     dist.init_process_group(
         BACKENDS[config.trainer.device], store=store, rank=rank, world_size=world_size, timeout=timeout
     )
+    # Now, while all are here: later they would wait for one that is gone by then, in the store, where its end is not seen.
+    disk_group()
     return store
 
 

@@ -1,4 +1,4 @@
-"""One of two ranks to which something happens: ``python -m tests.train.rank_faults ends|disk|meets HOW ARGUMENT``, told which one by the
+"""One of two ranks to which something happens: ``python -m tests.train.rank_faults ends|disk|builds|meets HOW ARGUMENT``, told which one by the
 variables of a launcher of torch programs.  It prints what it made of it."""
 
 from __future__ import annotations
@@ -7,16 +7,21 @@ import os
 import random
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from rose.errors import TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train import ranks
+from rose.train.build import torch_trainer
 from rose.train.ranks import tells_of_a_lost_rank
 from rose.train.train_config import TrainConfig
 
@@ -96,6 +101,43 @@ def two_rank_job(folder: Path) -> TrainConfig:
     return TrainConfig.model_validate(table)
 
 
+class Told(ranks.RankedTrainer):
+    """Whose other rank is no actor: it reads in a file where they meet."""
+
+    def __init__(self, config: TrainConfig, make_trainer: ranks.MakeTrainer) -> None:
+        def tell(host: str, port: int) -> None:
+            (config.output_dir / "new").write_text(f"{host} {port}")
+            (config.output_dir / "new").rename(config.output_dir / "meet")
+
+        config.output_dir.mkdir()
+        super().__init__(config, make_trainer, [SimpleNamespace(join=SimpleNamespace(remote=tell))])
+
+    def _wait(self, calls: Sequence[Any]) -> Any:
+        """It has answered, or the first rank has not come as far as this."""
+
+
+def builds(how: str, folder: Path) -> None:
+    """The model, of which the second is killed before it begins, or has no folder of it."""
+    config = two_rank_job(folder)
+
+    def make(config: TrainConfig) -> Any:
+        if RANK == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if RANK == 1:
+            config = config.model_copy(update={"model": folder / "none"})
+        return torch_trainer(config)
+
+    if RANK == 1:
+        while not (config.output_dir / "meet").exists():
+            time.sleep(0.02)
+        host, port = (config.output_dir / "meet").read_text().split()
+        ranks.TrainRank(config, make, 1).join(host, int(port))
+    try:
+        Told(config, make)
+    except TrainError as error:
+        print(error, flush=True)
+
+
 def meets(place: str, own: str) -> None:
     """The other, at the first one's ``place``, on machines of which each goes by its ``own`` address."""
     host, port = place.split(":")
@@ -115,6 +157,8 @@ if __name__ == "__main__":
         another_ends(how, float(argument))
     elif what == "meets":
         meets(how, argument)
+    elif what == "builds":
+        builds(how, Path(argument))
     else:
         slow_disk(how, Path(argument))
     os._exit(0)  # gloo's threads may abort an interpreter that ends

@@ -235,6 +235,28 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_on_every_rank(tmp_
     assert not list((tmp_path / "checkpoint").iterdir())
 
 
+def of_two_that_build(folder: Path, model: Path, how: str) -> tuple[int, str]:
+    """How the first ends, and what it says."""
+    (folder / "model").symlink_to(model)
+    with two_ranks(folder, "builds", how, str(folder)) as [(first, said), _]:
+        return first.wait(150), said.read_text()
+
+
+def test_a_rank_that_is_killed_before_it_builds_its_model_ends_the_others_at_once(
+    policy_model: Path, tmp_path: Path
+) -> None:
+    """To go on with new ones.  As long as a disk may take, hours, would be long."""
+    assert of_two_that_build(tmp_path, policy_model, "killed") == (1, "")
+    assert "a rank is gone; ending, to go on from the checkpoint" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_rank_whose_node_has_no_model_folder_says_so(policy_model: Path, tmp_path: Path) -> None:
+    """The others have it, and would wait for the rank."""
+    code, said = of_two_that_build(tmp_path, policy_model, "lacks")
+    assert code == 0
+    assert said == f"trainer: rank 1: ConfigError: model: {tmp_path / 'none'} is not a model folder\n"
+
+
 MACHINES = """
 ip link set lo up
 ip link add v0 type veth peer name v1
