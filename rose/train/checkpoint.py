@@ -49,6 +49,9 @@ meanwhile is noticed at once, by its connection; only one that hangs, or whose h
 Measure = Literal["held_out", "sampled"]
 """Whose success: of an evaluation's held-out tasks, or of the episodes that steps were trained on."""
 
+SHARE = "put it on storage that all nodes share"
+"""What to do about a folder of which ranks, or a trainer and the one before, have each their own."""
+
 _STAGING = ".writing-"
 _FILES_BYTES = 1024 * 1024
 """Of it for what is known when all is written, names and hashes of the files: enough for ten thousand ranks."""
@@ -156,7 +159,7 @@ def _completed(place: _Place, writing: Future[Any]) -> None:
         try:
             writing.result()
         except CheckpointException as error:
-            raise OSError(_first_of(error)) from error
+            raise _disk_error(error) from error
         if _rank() == 0:
             place.finish()
 
@@ -206,8 +209,13 @@ class _Place:
     @contextmanager
     def written(self) -> Iterator[None]:
         """A failure inside is the disk's, and leaves nothing half done."""
+        from rose.train.checkpoint_writer import NotShared
+
         try:
             yield
+        except NotShared as error:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            raise TrainError(str(error), field="output_dir", fix=SHARE) from error
         except OSError as error:
             if _rank() == 0:
                 shutil.rmtree(self.staging, ignore_errors=True)
@@ -405,19 +413,27 @@ def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any
                 no_dist=not _is_distributed(),
             )
     except CheckpointException as error:
-        raise OSError(_first_of(error)) from error
+        raise _disk_error(error) from error
 
 
 def _writer(folder: Path) -> Any:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from rose.train.checkpoint_writer import OneFolderWriter
 
-    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    return OneFolderWriter(folder)
 
 
 def _reader(folder: Path) -> Any:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     return HuggingFaceStorageReader(str(folder))
+
+
+def _disk_error(error: Any) -> OSError:
+    """What the first rank that failed to write met."""
+    from rose.train.checkpoint_writer import NotShared
+
+    found = next((failure[0] for failure in error.failures.values()), None)
+    return found if isinstance(found, NotShared) else OSError(_first_of(error))
 
 
 def _first_of(error: Any) -> str:
@@ -512,7 +528,7 @@ def to_go_on_from(
         raise TrainError(
             f"the trainer came back and found no checkpoint, where {num_taken} steps had been taken",
             field="output_dir",
-            fix="put it on storage that all nodes share",
+            fix=SHARE,
         )
     return found, passed_over
 

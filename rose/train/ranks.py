@@ -9,12 +9,15 @@ ends its process: all ranks are replaced, and the new ones go on from the checkp
 
 An error of one rank's own (out of memory, say) is no such loss: it would come again, so it is told and the run ends.  A rank beyond the first leaves
 its words in the store in which the ranks met, and ends: the others' collectives then fail at once, and rank 0 finds out why.
+
+Ranks may be on several nodes: they meet at the addresses by which the cluster knows these, and the job's folders have to be the same on all of them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +31,7 @@ import psutil
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError, WeightsError
 from rose.train.batch import TrainingSequence, in_order, share_of
-from rose.train.checkpoint import Checkpoint, disk_group
+from rose.train.checkpoint import SHARE, Checkpoint, disk_group
 from rose.train.protocol import Trainer, TrainReport
 from rose.train.publishing import MakePublisher
 from rose.train.train_config import TrainConfig
@@ -65,6 +68,10 @@ class TrainRank:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def sees(self, path: Path) -> tuple[bool, str]:
+        """Whether ``path`` is there on this rank's node, and the node's address."""
+        return path.exists(), _own_address()
 
     def join(self, host: str, port: int) -> None:
         """Meet the others at ``host:port`` and build this rank's share of the model."""
@@ -111,6 +118,10 @@ class RankedTrainer:
 
     def __init__(self, config: TrainConfig, make_trainer: MakeTrainer, ranks: Sequence[Any]) -> None:
         self._ranks = ranks
+        self._store: Any = None
+        self._check_shared(config.output_dir, "output_dir")
+        if config.weights.directory is not None:
+            self._check_shared(config.weights.directory, "weights.directory")
         host, port = _address()
         joining = [rank.join.remote(host, port) for rank in ranks]
         self._store = _join(config, 0, host, port, host)
@@ -195,6 +206,28 @@ class RankedTrainer:
         """With every rank's publisher; rank 0's report."""
         return self._all("publish", version, **told, of="publisher")
 
+    def _check_shared(self, folder: Path, field: str) -> None:
+        """Have all ranks see the same ``folder``: what one writes of a checkpoint or a version on a disk of its own is of no use.
+
+        Raises:
+            TrainError: One does not; or it cannot be written.
+        """
+        # Under a name that nobody has asked for before: network filesystems remember for a while what was not there.
+        mark = folder / f".shared-{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            try:
+                seen = self._wait([rank.sees.remote(mark) for rank in self._ranks])
+            finally:
+                mark.unlink()
+        except OSError as error:
+            raise TrainError(f"{folder} cannot be written: {error}", field=field) from error
+        for rank, (is_there, address) in enumerate(seen, start=1):
+            if not is_there:
+                lack = f"{folder} of rank {rank}, on {address}, is not that of rank 0, on {_own_address()}"
+                raise TrainError(lack, field=field, fix=SHARE)
+
     def _shared(self, name: str, samples: Sequence[TrainingSequence], **told: Any) -> Any:
         """A call of which each rank is told its share of ``samples``."""
         ordered, world_size = in_order(samples), 1 + len(self._ranks)
@@ -230,18 +263,19 @@ class RankedTrainer:
                 os._exit(1)
             raise
 
-    def _wait(self, calls: Sequence[Any]) -> None:
+    def _wait(self, calls: Sequence[Any]) -> list[Any]:
+        """The other ranks' answers."""
         import ray
         from ray.exceptions import RayActorError
 
         try:
-            ray.get(list(calls))
+            return ray.get(list(calls))
         except RayActorError as error:
             self._lost(error)
 
     def _lost(self, error: Exception) -> NoReturn:
         """Another rank is gone, or has failed.  What this one holds now is not to be trusted."""
-        for rank in range(1, 1 + len(self._ranks)):
+        for rank in range(1, 1 + len(self._ranks)) if self._store is not None else ():
             if self._store.check([_word_of(rank)]):
                 raise TrainError(self._store.get(_word_of(rank)).decode(), field="trainer") from error
         logger.error("a rank is gone; ending, to go on from the checkpoint", exc_info=error)

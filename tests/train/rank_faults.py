@@ -45,8 +45,10 @@ def another_ends(how: str, seconds: float) -> None:
 
 
 def slow_disk(how: str, folder: Path) -> None:
-    """A checkpoint, of which one of them writes, hashes or reads its part slowly."""
+    """A checkpoint, of which one of them writes, hashes or reads its part slowly; or (``apart``) each has its own disk."""
     dist.init_process_group("gloo")
+    if how.startswith("apart"):
+        folder = folder / f"disk-{RANK}"
     clock: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(3))
     _set_pg_timeout(timedelta(seconds=1))  # they have met: how long they took to start does not count
@@ -69,7 +71,7 @@ def slow_disk(how: str, folder: Path) -> None:
 
     def at(step: int) -> checkpoints.Checkpoint:
         state = random.Random(0).getstate()
-        weights = {"w": torch.full((4,), float(step))}
+        weights = {name: torch.full((4,), float(step)) for name in "vw"}  # one is the second rank's to write
         return checkpoints.Checkpoint(
             step=step, attempt=1, version=step, consumed={}, shuffle_state=state, weights=weights
         )
@@ -78,6 +80,10 @@ def slow_disk(how: str, folder: Path) -> None:
         if how == "of the one before":
             writer = checkpoints.BackgroundWriter()
             writer.begin(at(1), folder)
+            writer.begin(at(2), folder)
+            writer.finish()
+        elif how == "apart in the background":
+            writer = checkpoints.BackgroundWriter()
             writer.begin(at(2), folder)
             writer.finish()
         else:
@@ -109,11 +115,11 @@ class Told(ranks.RankedTrainer):
             (config.output_dir / "new").write_text(f"{host} {port}")
             (config.output_dir / "new").rename(config.output_dir / "meet")
 
-        config.output_dir.mkdir()
-        super().__init__(config, make_trainer, [SimpleNamespace(join=SimpleNamespace(remote=tell))])
+        sees, join = SimpleNamespace(remote=lambda _: None), SimpleNamespace(remote=tell)
+        super().__init__(config, make_trainer, [SimpleNamespace(sees=sees, join=join)])
 
-    def _wait(self, calls: Sequence[Any]) -> Any:
-        """It has answered, or the first rank has not come as far as this."""
+    def _wait(self, calls: Sequence[Any]) -> list[Any]:
+        return [(True, "")]
 
 
 def builds(how: str, folder: Path) -> None:

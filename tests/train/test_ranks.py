@@ -235,6 +235,20 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_on_every_rank(tmp_
     assert not list((tmp_path / "checkpoint").iterdir())
 
 
+@pytest.mark.parametrize("how", ["apart", "apart in the background"])
+def test_a_checkpoint_of_which_parts_lie_on_several_disks_is_none(tmp_path: Path, how: str) -> None:
+    """It would be whole by its hashes, and lack what the other rank wrote."""
+    said = what_ranks_say(tmp_path, how)
+    folders = [tmp_path / "checkpoint" / f"disk-{rank}" for rank in range(2)]
+    name = "shard-00002-model-00001-of-00001.safetensors"
+    for one in said:
+        assert one.startswith(
+            f"output_dir: {folders[0] / '.writing-step-000002.1'} has no {name}, which rank 1 wrote "
+        )
+        assert one.endswith("(put it on storage that all nodes share)\n")
+    assert not [path for folder in folders if folder.exists() for path in folder.iterdir()]
+
+
 def of_two_that_build(folder: Path, model: Path, how: str) -> tuple[int, str]:
     """How the first ends, and what it says."""
     (folder / "model").symlink_to(model)
