@@ -1,6 +1,6 @@
 """What the tests of whole runs share: a job on a :class:`~tests.train.world.World`, and somebody who kills its actors.
 
-``python -m tests.train.ray_world TABLE.json TOKENS.toml`` is a driver of its own, for tests that kill the driver.
+``python -m tests.train.ray_world TABLE.json TOKENS.toml [MODULE:TRAINER]`` is a driver of its own, for tests that kill the driver.
 Actors import this module, too: it imports no torch.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pkgutil
 import signal
 import sys
 from collections import Counter
@@ -362,16 +363,16 @@ def held_out_fails() -> HeldOutFailing:
     return HeldOutFailing(FrozenLakeParams(num_maps=4))
 
 
-def main(table: str, tokens: str) -> None:
+def main(table: str, tokens: str, trainer: str | None = None) -> None:
     config = TrainConfig.model_validate(json.loads(Path(table).read_text()))
 
     def show(record: Mapping[str, Any]) -> None:
         print(json.dumps({"step": record.get("step"), "event": record.get("event")}), flush=True)
 
-    run_training(
-        config, Tokens.load(tokens), progress=show, parts=Parts(make_publisher=file_publisher), watch_s=1.0
-    )
+    make_trainer = None if trainer is None else pkgutil.resolve_name(trainer)
+    parts = Parts(make_publisher=file_publisher, make_trainer=make_trainer)
+    run_training(config, Tokens.load(tokens), progress=show, parts=parts, watch_s=1.0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

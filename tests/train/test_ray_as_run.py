@@ -6,94 +6,29 @@ What happens on the machine, in this order: a run on a private cluster; `ray sta
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from rose.train.build import trainer_params
+from rose.train.train_config import TrainConfig
+from rose.train.trainer import TorchTrainer
 from tests.plugin.stand_in import eventually
-from tests.train.ray_world import job_table
-from tests.train.world import World, running_world
+from tests.train.mortal import tries_of
+from tests.train.ray_nodes import HEAD, Machine, Node, alone_on_its_disk, assert_applied_once, driver
+from tests.train.world import running_world
 
 pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-RUN = """
-import json, os, subprocess, sys
-from pathlib import Path
-from rose.train.cluster import ray_for
-from rose.train.train_config import TrainConfig
-
-STRANGER = '''
-import sys
-from ray._raylet import GcsClient
-GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)
-'''
-
-def mine():
-    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-
-config, before, seen = TrainConfig.model_validate(json.loads(sys.argv[1])), mine(), {}
-with ray_for(config) as cluster:
-    import ray
-    seen["joined"] = cluster and cluster.address
-    context = ray.get_runtime_context()
-    seen["address"] = context.gcs_address
-    if cluster is None:
-        seen["path"] = path = ray.get(ray.remote(mine).remote())["RAY_AUTH_TOKEN_PATH"]
-        seen["modes"] = [oct(os.stat(name).st_mode & 0o777) for name in (path, Path(path).parent)]
-    if "look" in sys.argv:
-        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        command = [sys.executable, "-c", STRANGER, context.gcs_address]
-        seen["stranger"] = subprocess.run(command, env=stranger, capture_output=True, text=True).stderr
-seen["restored"] = mine() == before
-seen["removed"] = not os.path.exists(seen.get("path", "/"))
-print(json.dumps(seen))
-"""
-"""One run's Ray, as a driver of its own."""
-
-
-class Machine:
-    """A user's home and a place for Ray's files, so that nothing of another Ray on this machine is met."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.home = root / "home"
-        self.home.mkdir()
-
-    def environment(self, **more: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        own = {"HOME": str(self.home), "RAY_TMPDIR": str(self.root), "RAY_USAGE_STATS_ENABLED": "0"}
-        return {**kept, **own, **more}
-
-    def job(self, **ray_settings: Any) -> dict[str, Any]:
-        return {
-            "job": "j",
-            "model": str(self.root),
-            "output_dir": str(self.root / "out"),
-            "scheduler": {"url": "http://127.0.0.1:1"},
-            "weights": {"directory": str(self.root / "versions")},
-            "trainer": {"learning_rate": 1e-6},
-            "ray": ray_settings,
-        }
-
-    def run(self, table: dict[str, Any], *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", RUN, json.dumps(table), *arguments],
-            env=self.environment(**more),
-            capture_output=True,
-            text=True,
-            timeout=360,
-            check=False,
-        )
 
 
 @pytest.fixture(scope="module")
@@ -101,41 +36,6 @@ def machine() -> Iterator[Machine]:
     root = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))  # short: Unix sockets live in it
     yield Machine(root)
     shutil.rmtree(root, ignore_errors=True)
-
-
-DEATHS = {"RAY_health_check_period_ms": "500"}
-"""A node that refuses five connections in a row is dead: after seconds, where Ray's own setting is 3 s between two."""
-
-
-class Node:
-    """A ``ray start`` that stays in the foreground; what it has started ends with it."""
-
-    def __init__(self, machine: Machine, *arguments: str, num_cpus: int = 1) -> None:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
-        command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
-        self.log = machine.root / f"{'-'.join(arguments)}.log".replace("/", "")
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, env=machine.environment(**DEATHS), stdout=out, stderr=subprocess.STDOUT
-            )
-        eventually(self._started, "the start of a Ray node", timeout_s=240)
-
-    def _started(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        return "Ray runtime started" in self.log.read_text()
-
-    def kill(self) -> None:
-        """As a machine that is switched off."""
-        for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
-            process.kill()
-        self.process.wait(60)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-
-
-HEAD = ("--head", "--port=0", "--include-dashboard=false")
 
 
 @pytest.fixture(scope="module")
@@ -194,21 +94,6 @@ def test_who_insists_on_a_private_cluster_gets_one_beside_it(machine: Machine, h
     assert found["address"] != head
 
 
-def driver(machine: Machine, world: World, head: str, **changes: Any) -> subprocess.Popen[str]:
-    """A job on the cluster at ``head``; one line of JSON for each step and event."""
-    table = job_table(world, log={"tensorboard": False}, **changes)
-    (world.root / "job.json").write_text(json.dumps(table))
-    world.tokens.save(world.root / "tokens.toml")
-    command = [sys.executable, "-m", "tests.train.ray_world", str(world.root / "job.json")]
-    return subprocess.Popen(
-        [*command, str(world.root / "tokens.toml")],
-        env=machine.environment(RAY_ADDRESS=head),
-        stdout=subprocess.PIPE,
-        stderr=(world.root / "stderr").open("w"),
-        text=True,
-    )
-
-
 def test_a_cluster_too_small_for_the_job_says_what_is_missing(
     machine: Machine, head: str, tmp_path: Path, policy_model: Path
 ) -> None:
@@ -258,6 +143,83 @@ def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
             job.kill()
             for node in nodes[1:]:
                 node.stop()
-    assert job.returncode == 0, (tmp_path / "stderr").read_text()
+        assert job.returncode == 0, (tmp_path / "stderr").read_text()
+        assert_applied_once(world, num_steps=4)
     assert "actor_died" in [one["event"] for one in told]
     assert {one["step"] for one in told} >= {0, 1, 2, 3}
+
+
+@pytest.fixture(scope="module")
+def small_nodes(machine: Machine, head: str) -> Iterator[Path]:
+    """With the head's, three nodes of one CPU: two ranks are on two of them.  Given: a folder of which each has its own, as a local disk."""
+    apart = machine.root / "apart"
+    apart.mkdir()
+    beside = alone_on_its_disk(apart)
+    if subprocess.run([*beside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    with ExitStack() as nodes:
+        for _ in range(2):
+            nodes.callback(Node(machine, f"--address={head}", beside=beside).stop)
+        yield apart
+
+
+def test_ranks_of_which_each_has_an_output_folder_of_its_own_are_refused(
+    machine: Machine, head: str, small_nodes: Path, tmp_path: Path, policy_model: Path
+) -> None:
+    """Before they load the model.  Their checkpoints would be whole by their hashes, and half of one."""
+    with running_world(tmp_path, policy_model) as world:
+        changes = {"output_dir": str(small_nodes), "trainer": {"num_ranks": 2}, "ray": {"address": "auto"}}
+        job = driver(machine, world, head, **changes)
+        job.communicate(timeout=360)
+    said = (tmp_path / "stderr").read_text()
+    assert job.returncode == 1
+    assert f"output_dir: {small_nodes} of rank 1, on " in said
+    assert ", is not that of rank 0, on " in said
+    assert "(put it on storage that all nodes share)" in said
+    assert not list(small_nodes.rglob(".shared-*"))
+
+
+def test_two_ranks_on_two_nodes_learn_as_one_does_and_one_that_is_lost_costs_no_sample(
+    machine: Machine, head: str, small_nodes: Path, tmp_path: Path, policy_model: Path
+) -> None:
+    """It is killed in the middle of a step, whose first update it has made, and then in the middle of a checkpoint."""
+    whole = tmp_path / "model"
+    shutil.copytree(policy_model, whole)
+    for name, file in ((file.name, file) for file in policy_model.glob("*.safetensors")):
+        save_file({key: one.float() for key, one in load_file(file).items()}, whole / name, {"format": "pt"})
+    changes = {
+        "rollout": {"num_groups": 2, "group_size": 4},
+        "env": {"num_managers": 1, "settings": {"num_maps": 4}},
+        "trainer": {
+            "num_ranks": 2,
+            "fine_tuning_steps": 0,
+            "policy_dtype": "float32",
+            "stream_groups": "off",
+        },
+        "ray": {"address": "auto"},
+    }
+    with running_world(tmp_path, whole) as world:
+        job = driver(machine, world, head, "tests.train.mortal:killed_trainer", num_steps=3, **changes)
+        out, _ = job.communicate(timeout=500)
+        assert job.returncode == 0, (tmp_path / "stderr").read_text()
+        newest = assert_applied_once(world, num_steps=3)
+        table = json.loads((tmp_path / "job.json").read_text())
+
+    events = [json.loads(line)["event"] for line in out.splitlines() if line.startswith("{")]
+    assert (events.count("actor_died"), newest.attempt) == (2, 3)
+    nodes = [(tmp_path / f"nodes-{rank}").read_text().splitlines() for rank in range(2)]
+    assert [first != second for first, second in zip(*nodes, strict=True)] == [True] * 3
+    tries = [tries_of(tmp_path, step) for step in range(3)]
+    assert [len(one) for one in tries] == [1, 3, 1]
+    for step, told in enumerate(tries):
+        # What was leased and not made durable is leased again, and nothing else.
+        assert [{sample.trajectory_id for sample in one} for one in told] == [
+            set(newest.consumed[step])
+        ] * len(told)
+    config = TrainConfig.model_validate(table)
+    one_rank, two_ranks = (TorchTrainer(whole, trainer_params(config)) for _ in range(2))
+    for step, told in enumerate(tries):
+        one_rank.step(told[-1], learning_rate=config.learning_rate_at(step))
+    two_ranks.restore(newest)
+    for left, right in zip(one_rank.masters, two_ranks.masters, strict=True):
+        assert torch.allclose(left, right, atol=2e-5)
