@@ -5,7 +5,8 @@ Rank 0 lives in the train worker's process; the others are :class:`TrainRank` ac
 inside need everybody.
 
 A rank that dies leaves the others waiting in a collective, with weights that may have been half updated.  Then rank 0
-ends its process: all ranks are replaced, and the new ones go on from the checkpoint.
+ends its process: all ranks are replaced, and the new ones go on from the checkpoint.  Of a rank whose host is lost without a word its connections
+say nothing, and collectives would wait; Ray says it, and rank 0 listens.
 
 An error of one rank's own (out of memory, say) is no such loss: it would come again, so it is told and the run ends.  A rank beyond the first leaves
 its words in the store in which the ranks met, and ends: the others' collectives then fail at once, and rank 0 finds out why.
@@ -19,6 +20,8 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +46,11 @@ T = TypeVar("T")
 JOIN_TIMEOUT_S = 300.0
 """For a rank to start, and for a collective to end: longer than any step between two collectives.  Waits for a disk have more:
 :data:`rose.train.checkpoint.DISK_TIMEOUT`."""
+
+WATCH_EVERY_S = 2.0
+"""Between two looks at whether Ray has lost another rank."""
+NOTICED_IN_S = 10.0
+"""For rank 0 to find out by itself of a rank that is gone, which can tell then why; its connections end at once, unless its host is lost."""
 
 MAX_WORD_CHARS = 2000
 """Of what a rank says of its error."""
@@ -131,6 +139,7 @@ class RankedTrainer:
         self._wait(joining)
         self.vocab_size = self._trainer.vocab_size
         self.max_tokens = self._trainer.max_tokens
+        threading.Thread(target=self._watch, name="rose-ranks-watch", daemon=True).start()
 
     @property
     def step_index(self) -> int:
@@ -272,6 +281,25 @@ class RankedTrainer:
             return ray.get(list(calls))
         except RayActorError as error:
             self._lost(error)
+
+    def _watch(self) -> None:
+        """Until Ray says that another rank is dead: what this one computes with it then will not end by itself."""
+        import ray
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        while True:
+            try:
+                ray.get([rank.pid.remote() for rank in self._ranks])
+            except ActorUnavailableError:
+                logger.warning("a rank cannot be reached")
+            except ActorDiedError as error:
+                time.sleep(NOTICED_IN_S)
+                logger.error(
+                    "a rank is gone, and this one waits for it; ending, to go on from the checkpoint",
+                    exc_info=error,
+                )
+                os._exit(1)
+            time.sleep(WATCH_EVERY_S)
 
     def _lost(self, error: Exception) -> NoReturn:
         """Another rank is gone, or has failed.  What this one holds now is not to be trusted."""

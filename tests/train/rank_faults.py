@@ -121,6 +121,9 @@ class Told(ranks.RankedTrainer):
     def _wait(self, calls: Sequence[Any]) -> list[Any]:
         return [(True, "")]
 
+    def _watch(self) -> None:
+        """Ray knows nothing of it."""
+
 
 def builds(how: str, folder: Path) -> None:
     """The model, of which the second is killed before it begins, or has no folder of it."""
