@@ -35,7 +35,7 @@ def plan(
         str | None, typer.Option(help="URL of the Prometheus server that scrapes your vLLM servers.")
     ] = None,
     scrapes: Annotated[
-        Path | None, typer.Option(help="Pages of vLLM's /metrics, as below: a file, or a folder of files.")
+        Path | None, typer.Option(help="Pages of vLLM's /metrics, as above: a file, or a folder of files.")
     ] = None,
     trace: Annotated[
         Path | None,

@@ -208,9 +208,7 @@ def _over_time(plan: CapacityPlan, *, load: bool) -> str:
     x = type(x)(
         low=0.0, high=span, ticks=[tick for tick in x.ticks if tick <= span], format=x.format, label=unit
     )
-    most = max(value for _, value in points)
-    digits = 0 if most > 20 else 1 if most > 2 else 2
-    y = linear_axis(most or 1.0, lambda value: f"{value:.{digits}f}")
+    y = linear_axis(max(value for _, value in points) or 1.0, lambda value: f"{value:g}")
     cells = plan.scenario.cells
     length_s = min(plan.traffic.span_s, cells.warm_s + cells.seconds)
     bands = [

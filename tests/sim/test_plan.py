@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rose.errors import ConfigError
@@ -364,6 +365,19 @@ def test_no_late_request_among_too_few_is_not_shown_as_good(few: CapacityPlan, p
 
     assert tile.format("") in render(none)
     assert tile.format("good") in render(replace(none, verdict=RiskVerdict.SAFE))
+
+
+@pytest.mark.parametrize("most", [0.02, 0.11, 1.0, 110.0])
+def test_each_tick_of_the_load_says_another_number(plan: CapacityPlan, most: float) -> None:
+    """Of a quiet fleet four of five said 0.00 or 0.01."""
+    quiet = replace(plan, load=plan.load * (most / plan.load.max()))
+
+    chart = render(quiet).partition("Production over time")[2]
+    ticks = re.findall(r'<text class="tick" x="56" [^>]*>([^<]*)<', chart.partition("</svg>")[0])
+
+    assert len(ticks) > 3
+    values = [float(tick) for tick in ticks]
+    assert np.diff(values) == pytest.approx(values[-1] / (len(values) - 1))
 
 
 def test_the_page_says_when_it_was(plan: CapacityPlan) -> None:
