@@ -303,9 +303,10 @@ class RankedTrainer:
 
     def _lost(self, error: Exception) -> NoReturn:
         """Another rank is gone, or has failed.  What this one holds now is not to be trusted."""
-        for rank in range(1, 1 + len(self._ranks)) if self._store is not None else ():
-            if self._store.check([_word_of(rank)]):
-                raise TrainError(self._store.get(_word_of(rank)).decode(), field="trainer") from error
+        store = self._store
+        for rank in range(1, 1 + len(self._ranks)):
+            if store is not None and store.check([_word_of(rank)]):  # None: they have not met yet
+                raise TrainError(store.get(_word_of(rank)).decode(), field="trainer") from error
         logger.error("a rank is gone; ending, to go on from the checkpoint", exc_info=error)
         os._exit(1)
 
