@@ -408,19 +408,22 @@ class _Plot:
         return "".join(parts)
 
     def bands(self, bands: Sequence[Band]) -> str:
-        parts: list[str] = []
+        shades: list[str] = []
+        captions: list[str] = []
         written_to = 0.0
-        for band in bands:
+        for band in sorted(bands, key=lambda band: band.end):
             start, end = self.x(band.start), self.x(band.end)
             meets = end - CAPTION_PX * len(band.label) < written_to  # then it is written below that one
             written_to = written_to if meets else end
-            parts.append(
+            shades.append(
                 f'<rect class="band" x="{start:.1f}" y="{self.top}" width="{max(0.0, end - start):.1f}" '
                 f'height="{self.bottom - self.top}"/>'
+            )
+            captions.append(
                 f'<text class="cap" x="{end:.1f}" y="{self.top + (10 if meets else -4)}" text-anchor="end">'
                 f"{escape(band.label)}</text>"
             )
-        return "".join(parts)
+        return "".join(shades + captions)
 
 
 def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:

@@ -30,3 +30,26 @@ def test_of_two_ends_on_one_side_the_nearer_is_drawn_over_the_farther() -> None:
         drawn = tornado([row], 8.0, linear_axis(20.0, "{:g}".format), title="t")
         widths = [float(width) for width in re.findall(r'<rect class="bar[^>]* width="([\d.]+)"', drawn)]
         assert widths == sorted(widths, reverse=True), (low, high)
+
+
+def test_captions_of_stretches_far_apart_are_in_one_row_in_whatever_order_they_come() -> None:
+    """All that stood left of the first one were taken to meet it, and lay under the curve."""
+    found = captions(
+        [
+            Band(start=15, end=18, label="quietest"),
+            Band(start=8, end=11, label="average"),
+            Band(start=1, end=5, label="busiest"),
+        ]
+    )
+
+    assert [name for name, _ in found] == ["busiest", "average", "quietest"]
+    assert len({row for _, row in found}) == 1
+
+
+def test_no_stretch_covers_the_caption_of_another() -> None:
+    axis = linear_axis(18.0, str)
+    bands = [Band(start=1, end=9, label="average"), Band(start=3, end=12, label="busiest")]
+
+    chart = line_chart([], axis, axis, title="t", bands=bands)
+
+    assert chart.rindex('<rect class="band"') < chart.index('class="cap"')
