@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_launcher import free_port
-from tests.train.test_ray_as_run import RUN, Machine, Node
+from tests.train.ray_nodes import RUN, Machine, Node
 
 pytest.importorskip("ray")
 
