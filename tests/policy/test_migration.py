@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from rose.policy import turn_events as te
-from rose.policy.migration import MIN_OBSERVED
+from rose.policy.migration import MIN_OBSERVED, Least, Rest, there_s
 from rose.policy.pace import Pace
+from rose.policy.speed import Speed
 from rose.policy.stop_reasons import RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
@@ -177,3 +180,33 @@ def test_an_engine_whose_tokens_nobody_counts_keeps_its_turns() -> None:
         hear(book, "h", at_s)
         hear(book, "d", at_s)
         assert not book.handle(te.ClockTicked(at_s=at_s))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_engine_with_room_is_quicker_than_the_least_that_spares_a_look_at_each(seed: int) -> None:
+    rng, book = random.Random(seed), book_of()
+    for number in range(8):
+        join(book, f"w{number}", Tier.DEDICATED)
+        worker = book.fleet.workers[f"w{number}"]
+        worker.speed = Speed(
+            token_s=rng.uniform(0.005, 0.05), crowd_s=rng.uniform(0, 0.002), prefill_s=rng.uniform(1e-5, 1e-3)
+        )
+        worker.inflight = rng.randrange(worker.slots + 1)
+    submit(book, "a", num_prompt_tokens=rng.randrange(1, 20_000))
+    turn, rest = book.turns["a"], Rest(made=rng.uniform(0, 500), left=rng.uniform(1, 500), here_s=1.0)
+    workers = list(book.fleet)
+    bound_s = Least.of(workers).there_s(turn, rest)
+    open_ = [worker for worker in workers if worker.inflight < worker.slots]
+    # More may be on their way there by now than run there.
+    assert bound_s <= min(there_s(turn, rest, one, one.inflight + rng.randrange(2)) for one in open_)
+    (alone,) = open_[:1]
+    assert Least.of([alone]).there_s(turn, rest) == pytest.approx(there_s(turn, rest, alone, alone.inflight))
+
+
+def test_where_no_engine_has_room_nothing_is_quick_enough() -> None:
+    book = book_of()
+    join(book, "w", Tier.DEDICATED)
+    book.fleet.workers["w"].inflight = book.fleet.workers["w"].slots
+    submit(book, "a")
+    rest = Rest(made=0.0, left=1.0, here_s=1.0)
+    assert Least.of(book.fleet).there_s(book.turns["a"], rest) == float("inf")
