@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -33,6 +33,17 @@ _PEER = struct.Struct("3i")
 def by_descriptor(folder: int, name: str) -> str:
     """A socket has no call that takes a directory's descriptor."""
     return f"/proc/self/fd/{folder}/{name}"
+
+
+class Answer(dict[str, Any]):
+    """An agent's word.  What it lacks is named: an agent runs for weeks, and the program that asks may be of a newer build."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise EngineError(
+            f"the node agent's answer has no '{key}': it is of another version of ROSE",
+            field="dir",
+            fix="restart the agent, or see what it says with `rose node status --json`",
+        )
 
 
 class ControlClient:
@@ -131,7 +142,7 @@ class ControlClient:
         try:
             timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
             response = self._connection().request(method, path, json=body, timeout=timeout)
-            answer = response.json()
+            answer = response.json(object_hook=Answer)
         except httpx.TimeoutException as error:
             raise self._hangs() from error
         except (httpx.HTTPError, OSError, ValueError) as error:

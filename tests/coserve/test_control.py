@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import stat
@@ -14,9 +15,10 @@ import httpx
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.coserve import control
+from rose.coserve import cli, control
 from rose.coserve.control import ControlServer
-from rose.errors import ConfigError
+from rose.errors import ConfigError, EngineError
+from rose.node_client import ControlClient
 
 
 class Agent:
@@ -48,6 +50,18 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_an_agent_of_another_version_is_named_and_not_a_traceback(
+    server: ControlServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await server.start()
+    status = await asyncio.to_thread(ControlClient(tmp_path / "n", TOKENS).status)
+
+    with pytest.raises(EngineError, match=r"answer has no 'lent_s'.*restart the agent"):
+        cli._show(status, as_json=False)
+    cli._show(status, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"mode": "on"}
 
 
 async def test_the_socket_is_ours_alone_and_no_file_made_meanwhile_is_narrowed(
