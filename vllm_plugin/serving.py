@@ -170,13 +170,16 @@ class ServingSide:
     def attach(self, engine: Any) -> None:
         """The engine is built and about to enter its loop."""
         self.seam.engine = engine
-        self._board.write(busy=False)
         notifier, directory = self.seam.notifier, self._dir
-        notifier.watch(directory.node(), "node")
-        notifier.watch(directory.rollout_lease(), "peer")
-        for rank in range(len(self._pagers.ranks)):
-            notifier.watch(directory.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
-        self._thread.start()
+        try:
+            self._board.write(busy=False)
+            notifier.watch(directory.node(), "node")
+            notifier.watch(directory.rollout_lease(), "peer")
+            for rank in range(len(self._pagers.ranks)):
+                notifier.watch(directory.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
+        finally:
+            # Whatever fails: memory that a peer has held since before our start comes back through this thread alone.
+            self._thread.start()
         total, lendable = (
             format_bytes(pages * PAGE_BYTES) for pages in (self.plan.total_pages, self.plan.lendable_pages)
         )
@@ -216,7 +219,7 @@ class ServingSide:
             self.seam.target_chunks = 0
             self.ghost.stop()
             self.seam.notifier.notify()
-        if not self._thread.is_alive():  # failed while being attached: nobody else would say it
+        if not self._thread.is_alive():  # nobody else would say it
             self._say_off()
 
     # ------------------------------------------------------------------ background thread

@@ -455,9 +455,11 @@ def test_an_engine_that_could_not_be_attached_says_off(
     scheduler = harness.build(ServingScheduler, config)
     monkeypatch.setattr(scheduler.rose._board, "write", broken)
     scheduler.rose_attach(SimpleNamespace())
-    record = NodeDir(node_dir).serving_lease().read()
-    assert record is not None
-    assert record.phase == Phase.OFF
+    lease = NodeDir(node_dir).serving_lease()
+    try:
+        eventually(lambda: (record := lease.read()) and record.phase == Phase.OFF, "it says off")
+    finally:
+        scheduler.rose.stop()
 
 
 @pytest.mark.parametrize("holder", ["engine core", "worker whose core is dead"])

@@ -212,6 +212,48 @@ def test_blocks_without_memory_stay_out_of_the_pool_where_we_are_switched_off(
         compat._refusal.close()
 
 
+def test_where_attaching_failed_the_rest_comes_back_too(
+    config: Any,
+    node_dir: Path,
+    rank: Any,
+    peer: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_plugin.scheduler import ServingScheduler
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("injected")
+
+    start(caplog, monkeypatch)
+    half_mapped(rank)
+    scheduler = harness.build(ServingScheduler, config)
+    side: Any = scheduler.rose
+    marks = NodeDir(node_dir).chunks("serving", 16)
+    with monkeypatch.context() as once:
+        once.setattr(side._board, "write", broken)
+        scheduler.rose_attach(harness.engine())
+    try:
+        assert side.failed == "ZeroDivisionError: injected"
+        peer.write(RolloutLease())
+        peer.wake()
+        eventually(lambda: bytes(marks.extra) == b"\1" * 16, "production asks for all of it")
+        record = marks.read()
+        assert record is not None
+        rank.extra[:] = b"\1" * 16
+        rank.write(RankState(resident_pages=16, generation=record.generation))
+        rank.wake()
+
+        def is_whole() -> bool:
+            scheduler.schedule()
+            return not side.balloon.inflated
+
+        eventually(is_whole, "all blocks are in the pool")
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 16 * 32 - 1
+    finally:
+        side.stop()
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(240)
 def test_a_real_engine_serves_with_what_it_started_with_and_takes_the_rest_when_it_comes(
