@@ -2,7 +2,8 @@
 
 Ray lets an actor that does not fit wait, and says nothing.  A placement group says whether it has its room, and an autoscaler grows the
 cluster for one that waits.  Ours has room for the trainer and the environment managers; the trainer's ranks are on one node if one is
-large enough, each with a GPU where it computes on one.  When a node dies, Ray looks for another place for its part of the group.
+large enough and free, each with a GPU where it computes on one.  When a node dies, Ray looks for another place for its part of the group;
+where there is none for the ranks together, they are asked for one by one.
 """
 
 from __future__ import annotations
@@ -50,15 +51,22 @@ class Room:
         is_new = self._group is None
         if is_new:
             await asyncio.to_thread(self._ask, self._config.rollout.num_groups)
-        is_less = False
+        is_less = in_pieces = False
         until_s, said = time.monotonic() + (PATIENCE_S if is_new else LOST_PATIENCE_S), ""
         while not await asyncio.to_thread(self._group.wait, LOOK_EVERY_S):
             if time.monotonic() < until_s:
                 continue
+            if self._together and self.num_ranks > 1:
+                # The node that is large enough is busy, or is gone.
+                await asyncio.to_thread(self._ask, self.num_managers, in_pieces=True)
+                is_new = in_pieces = True
+                until_s = time.monotonic() + LESS_PATIENCE_S
+                continue
             if self._follows and self.num_managers > 1:
                 # As many as are free now; where that fails (no node has enough in one piece), the least.
                 free = 1 if is_less else await asyncio.to_thread(_free_cpus) - self.num_ranks
-                await asyncio.to_thread(self._ask, max(1, min(free, self.num_managers - 1)))
+                least = max(1, min(free, self.num_managers - 1))
+                await asyncio.to_thread(self._ask, least, in_pieces=in_pieces)
                 is_new = is_less = True
                 until_s = time.monotonic() + LESS_PATIENCE_S
                 continue
@@ -88,7 +96,7 @@ class Room:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": 1, "scheduling_strategy": place}
 
-    def _ask(self, max_managers: int) -> None:
+    def _ask(self, max_managers: int, *, in_pieces: bool = False) -> None:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._group is not None:
@@ -100,7 +108,7 @@ class Room:
             cpus >= ranks and gpus >= ranks * self._gpus_per_rank
             for cpus, gpus in zip(_of_nodes("CPU"), _of_nodes("GPU"), strict=True)
         ]
-        self._together = ranks == 1 or any(fits)
+        self._together = ranks == 1 or (any(fits) and not in_pieces)
         one = {"CPU": 1.0} | ({"GPU": 1.0} if self._gpus_per_rank else {})
         bundles = [{name: ranks * count for name, count in one.items()}] if self._together else [one] * ranks
         # Several nodes of ranks are better neighbours; managers are better spread.

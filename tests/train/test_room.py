@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +28,17 @@ class Seer:
 
 
 def job(
-    short_tmp: Path, num_ranks: int, num_managers: int | None = 1, when_too_small: str = "fail"
+    short_tmp: Path,
+    num_ranks: int,
+    num_managers: int | None = 1,
+    when_too_small: str = "fail",
+    device: str = "cuda",
 ) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "model": "m",
             "weights": {"directory": "w"},
-            "trainer": {"learning_rate": 1e-6, "num_ranks": num_ranks, "device": "cuda"},
+            "trainer": {"learning_rate": 1e-6, "num_ranks": num_ranks, "device": device},
             "env": {"num_managers": num_managers},
             "ray": {
                 "address": "local",
@@ -86,7 +91,7 @@ class Full:
         monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(self.room, "_ask", self.ask)
 
-    def ask(self, max_managers: int) -> None:
+    def ask(self, max_managers: int, *, in_pieces: bool = False) -> None:
         if self.room._follows:
             self.room.num_managers = min(max_managers, 8)
         self.room._group = self
@@ -132,4 +137,67 @@ async def test_a_job_has_as_many_managers_as_there_is_room_for(
     cluster = Full(monkeypatch, job(short_tmp, 1, None), nodes=9, free=5)
     assert await cluster.room.hold()
     assert cluster.asked == [8, 4]
+    assert cluster.now_s <= SOON_S
+
+
+class Nodes:
+    """Ray's placement groups, on nodes with so many CPUs of which so many are free: one has its room where its pieces fit, largest first.
+
+    As in :class:`Full` a wait takes its whole time at once.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cpus: list[int], free: list[int]) -> None:
+        self.cpus, self.free, self.now_s, self.pieces = cpus, free, 0.0, list[int]()
+        monkeypatch.setattr(
+            rooms, "_of_nodes", lambda resource: self.cpus if resource == "CPU" else [0] * len(self.cpus)
+        )
+        monkeypatch.setattr(rooms, "_free_cpus", lambda: sum(self.free))
+        monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        ray_groups = importlib.import_module(
+            "ray.util.placement_group"
+        )  # ``ray.util`` has a function of this name
+        monkeypatch.setattr(ray_groups, "placement_group", self.group)
+        monkeypatch.setattr(ray_groups, "remove_placement_group", lambda group: None)
+
+    def group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        self.pieces = [int(one["CPU"]) for one in bundles]
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        self.now_s += seconds
+        left = sorted(self.free, reverse=True)
+        for piece in sorted(self.pieces, reverse=True):
+            if left[0] < piece:
+                return False
+            left = sorted([left[0] - piece, *left[1:]], reverse=True)
+        return True
+
+
+def places(room: Room) -> list[int]:
+    found: list[Any] = [room.of_rank(0), room.of_rank(1), room.of_manager(0)]
+    return [one["scheduling_strategy"].placement_group_bundle_index for one in found]
+
+
+async def test_ranks_that_no_node_has_room_for_together_any_more_are_placed_one_by_one(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Nodes(monkeypatch, [2, 1, 1], [2, 1, 1])
+    room = Room(job(short_tmp, 2, device="cpu"))
+    assert await room.hold()
+    assert (cluster.pieces, places(room)) == ([2, 1], [0, 0, 1])
+    cluster.cpus = cluster.free = [1, 1, 1]  # the large one has died, and a small one has come
+
+    assert await room.hold()
+
+    assert (cluster.pieces, places(room)) == ([1, 1, 1], [0, 1, 2])
+
+
+async def test_ranks_do_not_wait_for_the_large_node_that_others_use(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Nodes(monkeypatch, [4, 2, 2], [1, 1, 1])
+
+    assert await Room(job(short_tmp, 2, device="cpu")).hold()
+
+    assert cluster.pieces == [1, 1, 1]
     assert cluster.now_s <= SOON_S
