@@ -130,9 +130,10 @@ class RankedTrainer:
         self._check_shared(config.output_dir, "output_dir")
         if config.weights.directory is not None:
             self._check_shared(config.weights.directory, "weights.directory")
-        host, port = _address()
-        joining = [rank.join.remote(host, port) for rank in ranks]
-        self._store = _join(config, 0, host, port, host)
+        with listener_at(_own_address()) as listener:
+            host, port = listener.getsockname()
+            joining = [rank.join.remote(host, port) for rank in ranks]
+            self._store = _join(config, 0, host, port, host, listener)
         self._trainer: Trainer = self._own(make_trainer, config)
         self._publisher: Any = None
         self._config = config
@@ -338,11 +339,14 @@ def _word_of(rank: int) -> str:
     return f"rose/failed/{rank}"
 
 
-def _join(config: TrainConfig, rank: int, host: str, port: int, own: str) -> Any:
+def _join(
+    config: TrainConfig, rank: int, host: str, port: int, own: str, listener: socket.socket | None = None
+) -> Any:
     """Meet the other ranks; the store in which they did, which is rank 0's.
 
     Args:
         own: This node's address as the cluster sees it.
+        listener: Rank 0's, bound to ``host:port``.
     """
     import torch
     import torch.distributed as dist
@@ -352,9 +356,7 @@ def _join(config: TrainConfig, rank: int, host: str, port: int, own: str) -> Any
     if config.trainer.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own device alone
     timeout, world_size = timedelta(seconds=JOIN_TIMEOUT_S), config.trainer.num_ranks
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, port, world_size, is_master=rank == 0, timeout=timeout
-    )
+    store = meeting_place(host, port, world_size, timeout, listener)
     dist.init_process_group(
         BACKENDS[config.trainer.device], store=store, rank=rank, world_size=world_size, timeout=timeout
     )
@@ -384,9 +386,24 @@ def _own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def _address() -> tuple[str, int]:
-    """Where the ranks meet: this node's address, and a port that was free a moment ago."""
-    host = _own_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, probe.getsockname()[1]
+def meeting_place(
+    host: str, port: int, world_size: int, timeout: timedelta, listener: socket.socket | None = None
+) -> Any:
+    """Torch's store at ``host:port``.
+
+    Args:
+        listener: Bound there: the store is served here, at that address alone.  Left to itself torch would listen on all interfaces.
+    """
+    import torch.distributed as dist
+
+    fd = None if listener is None else listener.detach()  # the store closes it
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, world_size, is_master=fd is not None, timeout=timeout, master_listen_fd=fd
+    )
+
+
+def listener_at(host: str) -> socket.socket:
+    """Where the ranks will meet: a port of ``host`` that is ours from now on."""
+    listener = socket.socket()
+    listener.bind((host, 0))
+    return listener

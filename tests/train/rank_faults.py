@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -153,7 +154,11 @@ def meets(place: str, own: str) -> None:
     ranks.JOIN_TIMEOUT_S = 60.0
     sums = torch.ones(1)
     try:
-        ranks._join(two_rank_job(Path("/none")), RANK, host, int(port), own)
+        listener = None
+        if RANK == 0:
+            listener = socket.socket()
+            listener.bind((host, int(port)))
+        ranks._join(two_rank_job(Path("/none")), RANK, host, int(port), own, listener)
         dist.all_reduce(sums)
         print(float(sums), flush=True)
     except RuntimeError as error:

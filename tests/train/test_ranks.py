@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rose.errors import ConfigError, TrainError, WeightsError
 from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
-from rose.train.ranks import tells_of_a_lost_rank
+from rose.train.ranks import listener_at, meeting_place, tells_of_a_lost_rank
 from tests.engine_launcher import ROOT, Forked, fork_module, free_port
 from tests.train.rank_main import run_steps
 
@@ -301,6 +303,18 @@ def test_ranks_on_two_machines_meet_at_the_addresses_that_the_cluster_knows(tmp_
     )
     said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert [one.splitlines()[-1:] for one in said] == [["2.0"]] * 2, said
+
+
+def test_ranks_meet_at_the_nodes_address_alone() -> None:
+    """Torch's own way listens on all interfaces, and who reaches the store can end the job."""
+    with listener_at("127.0.0.2") as listener:
+        host, port = listener.getsockname()
+        store = meeting_place(host, port, 1, timedelta(seconds=30), listener)
+    store.set("rank", "0")
+
+    assert meeting_place(host, port, 1, timedelta(seconds=30)).get("rank") == b"0"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
 @pytest.mark.parametrize(
