@@ -71,9 +71,14 @@ GOAL = 3.5
 Row = dict[str, Any]
 
 
-def run(cell: Cell, arm: str, setting: Setting, seed: int) -> Row:
-    """One run; ``step_s`` None where no step ended, or no such fleet can exist."""
+def run(
+    cell: Cell, arm: str, setting: Setting, seed: int, efficiency: Mapping[str, float] | None = None
+) -> Row:
+    """One run; ``step_s`` None where no step ended, or no such fleet can exist.  ``efficiency``: what is not as the cell has it."""
     scenario, system = scenario_of(cell, arm, setting, seed)
+    if efficiency:
+        changed = scenario.efficiency.model_copy(update=efficiency)
+        scenario = scenario.model_copy(update={"efficiency": changed})
     try:
         Hardware(scenario).check([system])
         done = simulate(scenario, system, arrivals=arrivals_of(cell, seed) if ARMS[arm].serving else None)

@@ -25,6 +25,9 @@ KV memory together is left out: what it shows is a queue, or memory that the sim
 **Bar**, written before the first run: the median ratio is within 0.67 to 1.5, in each table for each figure that it has: first token (prefill), time between tokens
 (decode), throughput (both).  No constant of the simulator is changed to fit.
 
+**Beside it**, without a bar, since it was chosen after the first run had shown what is off: the same with :data:`HIDDEN`, where what a decode step computes is hidden by what it
+reads, and no time goes to scheduling (keys ``hidden.*``).
+
 **Came out** (2026-11-28, the first run): met by all eight, from 1.06 to 1.40; of the 122 figures 118 are within it, from 0.79 to 1.54.  The simulator is
 slower than what was published nearly everywhere on one GPU.
 """
@@ -34,7 +37,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,8 @@ from rose.sim.hardware import Hardware  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 
 LOW, HIGH = 0.67, 1.5
+HIDDEN = {"decode_hidden": 1.0, "step_overhead_s": 0.0}
+"""``[efficiency]`` of the second set of ratios."""
 FIGURES = {"first_ms": "prefill", "token_ms": "decode", "tokens_s": "both"}
 LLAMA_2 = {
     "llama2-7b": {"params_billion": 6.738, "layers": 32, "heads": 32, "kv_heads": 32, "hidden": 4096},
@@ -294,13 +299,14 @@ class Clients:
         raise AssertionError("nothing is lent here")
 
 
-def hardware_of(table: Table, row: Row) -> tuple[Hardware, int]:
-    """What the scenario of this row says, and its chunk."""
+def hardware_of(table: Table, row: Row, efficiency: Mapping[str, float]) -> tuple[Hardware, int]:
+    """What the scenario of this row says, and its chunk.  ``efficiency``: what is not as a scenario has it."""
     chunk = table.chunk_tokens or max(16, row.users * (row.prompt + 1))
     scenario = Scenario.model_validate(
         {
             "name": "latency",
             "models": LLAMA_2,
+            "efficiency": efficiency,
             "fleet": {"device": table.device, "serving_gpus": row.gpus},
             "serving": {"model": row.model, "chunk_tokens": chunk},
         }
@@ -308,9 +314,9 @@ def hardware_of(table: Table, row: Row) -> tuple[Hardware, int]:
     return Hardware(scenario), scenario.serving.chunk_tokens
 
 
-def run_row(table: Table, row: Row) -> dict[str, float] | None:
+def run_row(table: Table, row: Row, efficiency: Mapping[str, float]) -> dict[str, float] | None:
     """The figures of a row, by name, simulated; None where its clients do not fit the memory together."""
-    hardware, chunk = hardware_of(table, row)
+    hardware, chunk = hardware_of(table, row, efficiency)
     pages, page_tokens = hardware.serving_pages(shared=False), hardware.serving_page_tokens()
     if row.users * (row.prompt + row.output) > pages * page_tokens:
         return None
@@ -335,10 +341,10 @@ def run_row(table: Table, row: Row) -> dict[str, float] | None:
     }
 
 
-def compare(name: str, table: Table) -> Iterator[dict[str, Any]]:
+def compare(name: str, table: Table, efficiency: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     """Each published figure beside the simulated one; ``simulated`` and ``ratio`` are None where the row is left out."""
     for row in table.rows():
-        simulated = run_row(table, row)
+        simulated = run_row(table, row, efficiency)
         for figure in FIGURES:
             published = getattr(row, figure)
             if published is None:
@@ -393,7 +399,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     report = Report("latency_tables")
-    lines = [line for name, table in TABLES.items() for line in compare(name, table)]
+    lines, hidden = (
+        [line for name, table in TABLES.items() for line in compare(name, table, efficiency)]
+        for efficiency in ({}, HIDDEN)
+    )
     report.table(
         tuple(lines[0]), [tuple("-" if cell is None else cell for cell in line.values()) for line in lines]
     )
@@ -401,7 +410,10 @@ def main(arguments: list[str] | None = None) -> int:
         name: {"source": table.source, "version": table.version, "device": table.device}
         for name, table in TABLES.items()
     }
-    report.finish(conclude(lines), {"sources": sources, "rows": lines}, args.json)
+    summary = conclude(lines) | {
+        f"hidden.{key}": value for key, value in conclude(hidden).items() if not key.endswith("meets_bar")
+    }
+    report.finish(summary, {"sources": sources, "rows": lines, "hidden_rows": hidden}, args.json)
     return 0
 
 

@@ -102,6 +102,7 @@ class Hardware:
             link_efficiency=e.link,
             all_reduce_latency_s=e.all_reduce_s,
             overhead_s=e.step_overhead_s,
+            decode_hidden=e.decode_hidden,
         )
 
     def rollout_page_tokens(self) -> float:

@@ -61,6 +61,18 @@ def assumptions(scenario: Scenario, traffic: Traffic) -> list[Assumption]:
     if scenario.serving.profile is None or scenario.job.profile is None:
         add("share of peak FLOPs that prompts reach", "efficiency.compute", 0.35, 0.65, _PROFILE, risky=True)
         add("share of memory bandwidth that decoding reaches", "efficiency.bandwidth", 0.5, 0.85, _PROFILE)
+        # Published decode steps on one GPU are about as short as this, see docs/simulator.md.
+        found.append(
+            Assumption(
+                name="what a decode step takes beside its reading",
+                low="nothing",
+                high="2 ms more",
+                low_changes={"efficiency.decode_hidden": 1.0, "efficiency.step_overhead_s": 0.0},
+                high_changes={"efficiency.step_overhead_s": scenario.efficiency.step_overhead_s + 0.002},
+                measure=_PROFILE,
+                is_risky=False,
+            )
+        )
     overlap = "compare both engines' steps alone and together on one GPU: `python benchmarks/gpu_check.py`"
     add("overlap of two engines on a GPU", "efficiency.overlap", 0.0, 0.4, overlap, risky=True)
     if traffic.knows_engines:

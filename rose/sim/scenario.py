@@ -39,6 +39,9 @@ class Efficiency(Section):
     """Model FLOPs utilisation of a training step."""
     step_overhead_s: NotNegative = 0.002
     """Scheduling and launch, each step."""
+    decode_hidden: float = Field(default=0.0, ge=0, le=1)
+    """Share of the operations for one-token requests that runs while weights, keys and values are read: 0 adds the two up, 1 leaves the
+    reading alone, as a roofline does below its ridge (some hundred requests)."""
     overlap: float = Field(default=0.2, ge=0, le=1)
     """Two engines on one GPU: 0 = strict time slices, 1 = the shorter step is free."""
 

@@ -150,21 +150,22 @@ def step_model(
     link_efficiency: float,
     all_reduce_latency_s: float,
     overhead_s: float,
+    decode_hidden: float = 0.0,
 ) -> StepModel:
     """Step length of ``model`` on ``num_gpus`` devices in tensor parallel, without a prompt's attention.
 
-    Weights, operations, keys and values are divided among the ranks; what the ranks add up is not.
+    Weights, operations, keys and values are divided among the ranks; what the ranks add up is not.  ``decode_hidden``: share of the
+    operations for one-token requests that costs no time, as it runs while memory is read.
     """
-    token_s = 2.0 * model.num_params / (device.flops * compute_efficiency * num_gpus)
+    operations_s = 2.0 * model.num_params / (device.flops * compute_efficiency * num_gpus)
     bandwidth = device.bandwidth_bytes_s * bandwidth_efficiency * num_gpus
     wait_s, share_s = all_reduce_s(
         device, model, num_gpus, link_efficiency=link_efficiency, latency_s=all_reduce_latency_s
     )
-    token_s += share_s
     return StepModel(
         base_s=overhead_s + model.weight_bytes / bandwidth + wait_s,
-        prefill_token_s=token_s,
-        decode_s=token_s,
+        prefill_token_s=operations_s + share_s,
+        decode_s=operations_s * (1.0 - decode_hidden) + share_s,
         context_token_s=model.kv_bytes_per_token / bandwidth,
     )
 

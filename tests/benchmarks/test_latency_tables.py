@@ -33,7 +33,7 @@ def test_every_row_is_of_a_stated_source_device_and_model() -> None:
 
 
 def test_a_lone_request_takes_its_steps_on_the_scenario_s_engine() -> None:
-    hardware, _ = hardware_of(TABLE, LONE)
+    hardware, _ = hardware_of(TABLE, LONE, {})
     steps, pair_s = hardware.serving_steps(), hardware.serving_attention_s()
     first_s = steps.predict(LONE.prompt) + pair_s * LONE.prompt**2 / 2
     # Each of the hundred further tokens attends to one more; their median is the fiftieth's.
@@ -41,7 +41,7 @@ def test_a_lone_request_takes_its_steps_on_the_scenario_s_engine() -> None:
         steps.base_s + steps.decode_s + (LONE.prompt + 1 + k) * steps.context_token_s for k in range(100)
     ]
 
-    found = run_row(TABLE, LONE)
+    found = run_row(TABLE, LONE, {})
 
     assert found is not None
     assert found["first_ms"] == pytest.approx(first_s * 1e3)
@@ -49,20 +49,38 @@ def test_a_lone_request_takes_its_steps_on_the_scenario_s_engine() -> None:
     assert found["tokens_s"] == pytest.approx(101 / (first_s + sum(rest_s)))
 
 
+def test_hidden_operations_leave_a_decode_step_what_it_reads_and_adds_up() -> None:
+    for gpus in (1, 4):
+        row = dataclasses.replace(LONE, gpus=gpus)
+        added, half, hidden = (
+            hardware_of(TABLE, row, {"decode_hidden": share})[0].serving_steps() for share in (0.0, 0.5, 1.0)
+        )
+
+        # Over several GPUs what the ranks add up is still there: as much of a prompt's token as of a decoding one's.
+        operations_s = added.prefill_token_s - hidden.decode_s
+        assert operations_s == pytest.approx(
+            2 * MODELS["qwen3-8b"].num_params / (gpus * 0.5 * DEVICES["h100"].flops)
+        )
+        assert half.decode_s == pytest.approx(added.decode_s - operations_s / 2)
+        assert (hidden.decode_s == 0.0) == (gpus == 1)
+        assert {steps.prefill_token_s for steps in (added, half, hidden)} == {added.prefill_token_s}
+        assert {steps.base_s for steps in (added, half, hidden)} == {added.base_s}
+
+
 def test_a_static_batch_reads_all_its_prompts_in_one_step() -> None:
     row = dataclasses.replace(LONE, users=8, output=1)
     table = dataclasses.replace(TABLE, chunk_tokens=None, requests=1)
-    hardware, _ = hardware_of(table, row)
+    hardware, _ = hardware_of(table, row, {})
     step_s = hardware.serving_steps().predict(8 * 4096) + 8 * hardware.serving_attention_s() * 4096**2 / 2
 
-    found = run_row(table, row)
+    found = run_row(table, row, {})
 
     assert found is not None
     assert found["first_ms"] == pytest.approx(step_s * 1e3)
 
 
 def test_a_row_that_does_not_fit_the_memory_is_left_out_and_counted() -> None:
-    assert run_row(TABLE, dataclasses.replace(LONE, users=1000)) is None
+    assert run_row(TABLE, dataclasses.replace(LONE, users=1000), {}) is None
     lines = [
         {"table": name, "figure": "token_ms", "ratio": ratio} for name in TABLES for ratio in (2.0, 1.0, None)
     ]
