@@ -12,7 +12,7 @@ from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
-from tests.train.ray_world import job_table
+from tests.train.ray_world import SHORT_LAKES, job_table
 from tests.train.world import World
 
 SMALL = {"num_groups": 2, "group_size": 4}
@@ -45,7 +45,7 @@ async def run(
     prepare: Callable[[LocalActors], None] = lambda actors: None,
     **changes: Any,
 ) -> tuple[Script, TrainConfig, Any]:
-    table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
+    table = {"log": QUIET, "rollout": SMALL, "env": {"settings": SHORT_LAKES}} | changes
     config = TrainConfig.model_validate(job_table(world, **table))
     actors = LocalActors(config, world.tokens, parts or Parts(make_publisher=file_publisher))
     prepare(actors)

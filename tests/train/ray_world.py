@@ -30,6 +30,8 @@ from tests.train.file_publisher import RUN, file_publisher
 if TYPE_CHECKING:
     from tests.train.world import World
 
+SHORT_LAKES = {"num_maps": 4, "max_turns": 4, "min_start_distance": 1, "max_start_distance": 2}
+"""Tasks of a few turns, of which an untrained policy solves some: for runs in which nobody looks at what they learn."""
 FINE_TUNING = {"fine_tuning_steps": 2, "fine_tuning_learning_rate": 5e-6}
 
 
@@ -144,7 +146,7 @@ class HalfEndless(FrozenLakeFamily):
 
 
 def half_endless() -> HalfEndless:
-    return HalfEndless(FrozenLakeParams(num_maps=4))
+    return HalfEndless(FrozenLakeParams(**SHORT_LAKES))
 
 
 class OneStuck(FrozenLakeFamily):
@@ -164,14 +166,14 @@ class OneStuck(FrozenLakeFamily):
 
 
 def one_stuck() -> OneStuck:
-    return OneStuck(FrozenLakeParams(num_maps=4))
+    return OneStuck(FrozenLakeParams(**SHORT_LAKES))
 
 
 class Gated(FrozenLakeFamily):
     """FrozenLake whose first eight episodes, of each manager, begin at once, and all others when there is a file."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(FrozenLakeParams(num_maps=4))
+        super().__init__(FrozenLakeParams(**SHORT_LAKES))
         self._path, self._num_made = path, 0
 
     def make(self) -> Any:
@@ -247,7 +249,7 @@ class LateGroups(FrozenLakeFamily):
 
 
 def late_groups() -> LateGroups:
-    return LateGroups(FrozenLakeParams(num_maps=4))
+    return LateGroups(FrozenLakeParams(**SHORT_LAKES))
 
 
 class Over(FrozenLakeFamily):
@@ -308,15 +310,15 @@ class ByHeart(FrozenLakeFamily):
 
 
 def by_heart() -> ByHeart:
-    return ByHeart(FrozenLakeParams(num_maps=4))
+    return ByHeart(FrozenLakeParams(**SHORT_LAKES))
 
 
 def half_dull() -> Dull:
-    return Dull(FrozenLakeParams(num_maps=4))
+    return Dull(FrozenLakeParams(**SHORT_LAKES))
 
 
 def half_over() -> Over:
-    return Over(FrozenLakeParams(num_maps=4))
+    return Over(FrozenLakeParams(**SHORT_LAKES))
 
 
 def all_over() -> Over:
@@ -356,11 +358,11 @@ class HeldOutFailing(Failing):
 
 
 def first_task_fails() -> Failing:
-    return Failing(FrozenLakeParams(num_maps=4))
+    return Failing(FrozenLakeParams(**SHORT_LAKES))
 
 
 def held_out_fails() -> HeldOutFailing:
-    return HeldOutFailing(FrozenLakeParams(num_maps=4))
+    return HeldOutFailing(FrozenLakeParams(**SHORT_LAKES))
 
 
 def main(table: str, tokens: str, trainer: str | None = None) -> None:

@@ -29,6 +29,7 @@ from rose.train.workers import Parts, TrainWorker
 from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, consumed_of, run
+from tests.train.ray_world import SHORT_LAKES
 from tests.train.test_rollout import client_of
 from tests.train.world import World, running_world
 
@@ -100,7 +101,7 @@ async def test_no_token_beyond_alpha_is_trained_on_in_an_asynchronous_run(world:
         {},
         num_steps=8,
         rollout={**SMALL, "mode": "asynchronous", "alpha": alpha},
-        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}},
+        env={"settings": SHORT_LAKES, "latency": {"median_s": 0.01, "sigma": 2.0}},
     )
 
     assert world.scheduler is not None
@@ -130,7 +131,7 @@ async def test_under_wait_nothing_is_dropped_and_nothing_too_old(world: World, m
         {2: "kill_manager"},
         num_steps=8 if mode == "asynchronous" else 4,
         rollout={**SMALL, "mode": mode, "alpha": alpha, "on_stale": "wait"},
-        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}},
+        env={"settings": SHORT_LAKES, "latency": {"median_s": 0.01, "sigma": 2.0}},
     )
     assert world.scheduler is not None
     store = world.scheduler.store
@@ -228,7 +229,7 @@ async def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(world: Wo
 
 
 TWO_TASKS = [
-    {"name": "lake", "kind": "frozenlake", "settings": {"num_maps": 4}, "weight": 3.0, "max_tokens": 1},
+    {"name": "lake", "kind": "frozenlake", "settings": SHORT_LAKES, "weight": 3.0, "max_tokens": 1},
     {
         "name": "maths",
         "kind": "math_tools",
@@ -319,7 +320,7 @@ async def test_an_environment_that_always_fails_ends_the_run_by_name(
             world,
             {},
             env={
-                "settings": {"num_maps": 4},
+                "settings": SHORT_LAKES,
                 "reward_range": (5.0, 6.0),
                 "max_retries": 0,
                 "max_failed_groups": 3,

@@ -25,7 +25,7 @@ from rose.train.workers import Parts, TrainWorker
 from tests.train.file_publisher import file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, consumed_of, run
-from tests.train.ray_world import LateGroups, job_table
+from tests.train.ray_world import SHORT_LAKES, LateGroups, job_table
 from tests.train.traces import random_batch
 from tests.train.world import World, running_world
 
@@ -205,7 +205,7 @@ def test_steps_in_a_row_with_the_guards_measure(policy_model: Path) -> None:
 # --- in a run ------------------------------------------------------------------------------------------
 
 STREAMED = {"stream_groups": "gradients", "num_epochs": 1, "minibatch_sequences": 64, "fine_tuning_steps": 0}
-UNEVEN = {"settings": {"num_maps": 4}, "latency": {"median_s": 0.01, "sigma": 2.0}}
+UNEVEN = {"settings": SHORT_LAKES, "latency": {"median_s": 0.01, "sigma": 2.0}}
 """Environments with stragglers, so that groups end at different times."""
 
 
@@ -294,6 +294,7 @@ async def test_a_death_in_the_middle_of_a_step_loses_what_had_begun_and_nothing_
     """Right after a part of the step's groups was computed: their leases are open, their gradients in memory alone."""
     original, num_calls = TrainWorker._begin, 0
     monkeypatch.setattr(LateGroups, "has_begun", False)
+    monkeypatch.setattr("rose.train.workers.LEASE_WAIT_S", 0.2)
 
     def prepare(actors: LocalActors) -> None:
         async def dying(worker: TrainWorker) -> bool:
