@@ -22,7 +22,13 @@ from urllib.parse import urlsplit
 import psutil
 
 from rose.errors import ConfigError
-from rose.train.ray_private import cluster_started_here, on_loopback, raylets, reread_authentication
+from rose.train.ray_private import (
+    cluster_started_here,
+    on_loopback,
+    raylets,
+    reread_authentication,
+    without_helpers,
+)
 from rose.train.train_config import TrainConfig
 
 WATCH_EVERY_S = 1.0
@@ -216,7 +222,7 @@ def _private(config: TrainConfig) -> Iterator[None]:
         # Below ours, because Ray opens its own to everybody.
         directory = (settings.temp_dir or folder / "r").absolute()
         try:
-            with on_loopback():
+            with on_loopback(), without_helpers():
                 try:
                     _make_token(folder)
                     ray.init(

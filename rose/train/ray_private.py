@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ADDRESS_BYTES = 256
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+HELPERS = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Methods of Ray's node that start a program each."""
 
 
 @contextmanager
@@ -40,6 +42,26 @@ def on_loopback() -> Iterator[None]:
         else:
             os.environ[LOOPBACK_VARIABLE] = before[0]
         ray_constants.ENABLE_RAY_CLUSTER = before[1]
+
+
+@contextmanager
+def without_helpers() -> Iterator[None]:
+    """A cluster that is started inside has no dashboard, no autoscaler and no reader of logs: three programs that nobody asks anything there,
+    and that on few cores take longer to start than the rest of Ray.
+
+    Ray has no switch for them: told ``include_dashboard=False`` and ``log_to_driver=False`` it starts them all the same.
+    """
+    from ray._private.node import Node
+
+    node: Any = Node
+    before = {name: getattr(node, name) for name in HELPERS}
+    for name in HELPERS:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node, name, start)
 
 
 def reread_authentication() -> None:

@@ -20,6 +20,9 @@ from tests.train.world import World
 RUN = """
 import json, os, subprocess, sys
 from pathlib import Path
+
+import psutil
+
 from rose.train.cluster import ray_for
 from rose.train.train_config import TrainConfig
 
@@ -42,6 +45,7 @@ with ray_for(config) as cluster:
         seen["path"] = path = ray.get(ray.remote(mine).remote())["RAY_AUTH_TOKEN_PATH"]
         seen["modes"] = [oct(os.stat(name).st_mode & 0o777) for name in (path, Path(path).parent)]
     if "look" in sys.argv:
+        seen["programs"] = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
         stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         command = [sys.executable, "-c", STRANGER, context.gcs_address]
         seen["stranger"] = subprocess.run(command, env=stranger, capture_output=True, text=True).stderr

@@ -63,6 +63,13 @@ def test_a_private_cluster_refuses_who_has_no_token(private_run: dict[str, Any])
     assert "Unauthenticated" in private_run["stranger"] or "AuthToken" in private_run["stranger"]
 
 
+def test_a_private_cluster_starts_no_program_that_nobody_asks(private_run: dict[str, Any]) -> None:
+    """On few cores they take longer to start than the rest of it."""
+    assert any("raylet" in one for one in private_run["programs"])
+    for name in ("dashboard.py", "monitor.py", "log_monitor.py"):
+        assert not [one for one in private_run["programs"] if f"/{name} " in one]
+
+
 @pytest.fixture(scope="module")
 def head(machine: Machine, private_run: dict[str, Any]) -> Iterator[str]:
     """The address of a cluster of one CPU, started where a run had a private one."""

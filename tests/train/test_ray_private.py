@@ -13,7 +13,13 @@ import pytest
 from rose.errors import ConfigError
 from rose.train import ray_private
 from rose.train.cluster import find_cluster
-from rose.train.ray_private import cluster_started_here, on_loopback, raylets, reread_authentication
+from rose.train.ray_private import (
+    cluster_started_here,
+    on_loopback,
+    raylets,
+    reread_authentication,
+    without_helpers,
+)
 from tests.engine_launcher import free_port
 
 pytest.importorskip("ray")
@@ -32,6 +38,15 @@ def test_a_node_stays_on_loopback_only_inside(monkeypatch: pytest.MonkeyPatch) -
         assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "192.0.2.1"
     assert dict(os.environ) == environment
+
+
+def test_a_node_starts_what_nobody_asks_outside_only() -> None:
+    from ray._private.node import Node
+
+    start, node = [getattr(Node, name) for name in ray_private.HELPERS], object()
+    with without_helpers():
+        assert [getattr(Node, name)(node) for name in ray_private.HELPERS] == [None] * 3
+    assert [getattr(Node, name) for name in ray_private.HELPERS] == start
 
 
 def test_token_and_mode_are_those_that_the_environment_names_now(
