@@ -87,7 +87,11 @@ def tries_of(folder: Path, step: int) -> list[list[TrainingSequence]]:
     return [msgspec.json.decode(file.read_bytes(), type=list[TrainingSequence]) for file in files]
 
 
-def killed_trainer(config: TrainConfig) -> MortalTrainer:
+def killed_in_a_step(config: TrainConfig) -> MortalTrainer:
+    return MortalTrainer(config, "step")
+
+
+def killed_in_a_step_and_a_checkpoint(config: TrainConfig) -> MortalTrainer:
     return MortalTrainer(config, "step", "checkpoint")
 
 

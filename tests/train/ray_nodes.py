@@ -111,6 +111,7 @@ class Node:
     ) -> None:
         command = [*beside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        command += ["--include-log-monitor=false"]
         self.log = machine.root / f"node-{len(list(machine.root.glob('node-*.log')))}.log"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
@@ -139,7 +140,7 @@ def alone_on_its_disk(folder: Path) -> list[str]:
     return [*own, "sh", "-ec", 'mount -t tmpfs none "$0"; exec "$@"', str(folder)]
 
 
-HEAD = ("--head", "--port=0", "--include-dashboard=false")
+HEAD = ("--head", "--port=0", "--include-dashboard=false", "--no-monitor")
 
 
 def driver(

@@ -24,6 +24,7 @@ from rose.train.trainer import TorchTrainer
 from tests.plugin.stand_in import eventually
 from tests.train.mortal import tries_of
 from tests.train.ray_nodes import HEAD, Machine, Node, alone_on_its_disk, assert_applied_once, driver
+from tests.train.ray_world import SHORT_LAKES
 from tests.train.world import running_world
 
 pytest.importorskip("ray")
@@ -186,17 +187,30 @@ def test_ranks_of_which_each_has_an_output_folder_of_its_own_are_refused(
     assert not list(small_nodes.rglob(".shared-*"))
 
 
+@pytest.mark.parametrize(
+    ("trainer", "num_deaths"),
+    [
+        ("killed_in_a_step", 1),
+        pytest.param("killed_in_a_step_and_a_checkpoint", 2, marks=pytest.mark.conformance),
+    ],
+)
 def test_two_ranks_on_two_nodes_learn_as_one_does_and_one_that_is_lost_costs_no_sample(
-    machine: Machine, head: str, small_nodes: Path, tmp_path: Path, policy_model: Path
+    machine: Machine,
+    head: str,
+    small_nodes: Path,
+    tmp_path: Path,
+    policy_model: Path,
+    trainer: str,
+    num_deaths: int,
 ) -> None:
-    """It is killed in the middle of a step, whose first update it has made, and then in the middle of a checkpoint."""
+    """It is killed in the middle of a step, whose first update it has made; the other way, too, in the middle of a checkpoint."""
     whole = tmp_path / "model"
     shutil.copytree(policy_model, whole)
     for name, file in ((file.name, file) for file in policy_model.glob("*.safetensors")):
         save_file({key: one.float() for key, one in load_file(file).items()}, whole / name, {"format": "pt"})
     changes = {
         "rollout": {"num_groups": 2, "group_size": 4},
-        "env": {"num_managers": 1, "settings": {"num_maps": 4}},
+        "env": {"num_managers": 1, "settings": SHORT_LAKES},
         "trainer": {
             "num_ranks": 2,
             "fine_tuning_steps": 0,
@@ -206,18 +220,18 @@ def test_two_ranks_on_two_nodes_learn_as_one_does_and_one_that_is_lost_costs_no_
         "ray": {"address": "auto"},
     }
     with running_world(tmp_path, whole) as world:
-        job = driver(machine, world, head, "tests.train.mortal:killed_trainer", num_steps=3, **changes)
+        job = driver(machine, world, head, f"tests.train.mortal:{trainer}", num_steps=3, **changes)
         out, _ = job.communicate(timeout=500)
         assert job.returncode == 0, (tmp_path / "stderr").read_text()
         newest = assert_applied_once(world, num_steps=3)
         table = json.loads((tmp_path / "job.json").read_text())
 
     events = [json.loads(line)["event"] for line in out.splitlines() if line.startswith("{")]
-    assert (events.count("actor_died"), newest.attempt) == (2, 3)
+    assert (events.count("actor_died"), newest.attempt) == (num_deaths, 1 + num_deaths)
     nodes = [(tmp_path / f"nodes-{rank}").read_text().splitlines() for rank in range(2)]
-    assert [first != second for first, second in zip(*nodes, strict=True)] == [True] * 3
+    assert [first != second for first, second in zip(*nodes, strict=True)] == [True] * (1 + num_deaths)
     tries = [tries_of(tmp_path, step) for step in range(3)]
-    assert [len(one) for one in tries] == [1, 3, 1]
+    assert [len(one) for one in tries] == [1, 1 + num_deaths, 1]
     for step, told in enumerate(tries):
         # What was leased and not made durable is leased again, and nothing else.
         assert [{sample.trajectory_id for sample in one} for one in told] == [
