@@ -170,14 +170,14 @@ def one_stuck() -> OneStuck:
 
 
 class Gated(FrozenLakeFamily):
-    """FrozenLake whose first eight episodes, of each manager, begin at once, and all others when there is a file."""
+    """FrozenLake whose first ``num_free`` episodes, of each manager, begin at once, and all others when there is a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_free: int) -> None:
         super().__init__(FrozenLakeParams(**SHORT_LAKES))
-        self._path, self._num_made = path, 0
+        self._path, self._num_free, self._num_made = path, num_free, 0
 
     def make(self) -> Any:
-        inner, path, is_free = super().make(), self._path, self._num_made < 8
+        inner, path, is_free = super().make(), self._path, self._num_made < self._num_free
         self._num_made += 1
 
         class Episode(Wrapper):
@@ -189,8 +189,8 @@ class Gated(FrozenLakeFamily):
         return Episode(inner)
 
 
-def gated(path: str) -> Gated:
-    return Gated(Path(path))
+def gated(path: str, num_free: int = 8) -> Gated:
+    return Gated(Path(path), num_free)
 
 
 class LateGroups(FrozenLakeFamily):

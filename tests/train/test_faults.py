@@ -27,7 +27,7 @@ from rose.train.workers import Parts
 from tests.plugin.stand_in import eventually
 from tests.train.file_publisher import file_publisher
 from tests.train.ray_world import Assassin, job_table
-from tests.train.world import running_world
+from tests.train.world import World, running_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -51,75 +51,88 @@ def gone(processes: list[psutil.Process]) -> None:
 SMALL: dict[str, Any] = {"rollout": {"num_groups": 2, "group_size": 4}, "log": {"tensorboard": False}}
 
 
-def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
-    tmp_path: Path, policy_model: Path, short_tmp: Path
-) -> None:
-    with running_world(tmp_path, policy_model) as world:
-        table = job_table(world, num_steps=3, **SMALL, ray={"temp_dir": str(short_tmp / "a")})
-        (tmp_path / "job.json").write_text(json.dumps(table))
-        world.tokens.save(tmp_path / "tokens.toml")
-        command = [sys.executable, "-m", "tests.train.ray_world", str(tmp_path / "job.json")]
-        driver = subprocess.Popen(
-            [*command, str(tmp_path / "tokens.toml")], stdout=subprocess.PIPE, text=True
-        )
-        assert driver.stdout is not None
-        for line in driver.stdout:
-            if json.loads(line)["step"] == 0:
-                break
-        children = psutil.Process(driver.pid).children(recursive=True)
-        for line in driver.stdout:
-            if json.loads(line)["event"] == "rollout":
-                break
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-        gone(children)  # Ray does not outlive it
+AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
+"""As far as the kernel keeps a name."""
 
-        table["ray"] = {"address": "local", "temp_dir": str(short_tmp / "b")}
-        result = run_training(
-            TrainConfig.model_validate(table), world.tokens, parts=Parts(make_publisher=file_publisher)
-        )
-        assert world.scheduler is not None
-        consumed = world.scheduler.store.book.counts("loop").get("consumed")
 
-    assert (result.num_steps, result.attempt) == (3, 2)
-    newest, _ = checkpoints.load_latest(Path(table["output_dir"]) / "checkpoints")
-    assert newest is not None
-    assert [len(newest.consumed[step]) for step in range(3)] == [8] * 3
-    assert len(set(newest.consumed_ids)) == 24 == consumed
+class Driver:
+    """A run in a process of its own, whose Ray has its files in ``place``."""
+
+    def __init__(self, world: World, place: Path, **changes: Any) -> None:
+        self.errors = world.root / "stderr"
+        table = job_table(world, **SMALL, **changes, ray={"temp_dir": str(place)})
+        (world.root / "job.json").write_text(json.dumps(table))
+        world.tokens.save(world.root / "tokens.toml")
+        command = [sys.executable, "-m", "tests.train.ray_world", str(world.root / "job.json")]
+        with self.errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*command, str(world.root / "tokens.toml")], stdout=subprocess.PIPE, stderr=stderr, text=True
+            )
+
+    def says(self, **wanted: Any) -> None:
+        """Until it has said this of a step, or of what happens in one."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if wanted.items() <= json.loads(line).items():
+                return
+        raise AssertionError(self.errors.read_text()[-3000:])
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.conformance)])
-def test_a_driver_whose_ray_cluster_is_killed_ends_and_says_so(
+def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped_and_one_whose_ray_is_killed_says_so(
     tmp_path: Path, policy_model: Path, short_tmp: Path, victim: str
 ) -> None:
-    with running_world(tmp_path, policy_model) as world, (tmp_path / "stderr").open("w") as stderr:
-        table = job_table(world, num_steps=10_000, **SMALL, ray={"temp_dir": str(short_tmp / "a")})
-        (tmp_path / "job.json").write_text(json.dumps(table))
-        world.tokens.save(tmp_path / "tokens.toml")
-        command = [sys.executable, "-m", "tests.train.ray_world", str(tmp_path / "job.json")]
-        driver = subprocess.Popen(
-            [*command, str(tmp_path / "tokens.toml")], stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
-        assert driver.stdout is not None
-        for line in driver.stdout:
-            if json.loads(line)["step"] == 0:
-                break
-        else:
-            raise AssertionError((tmp_path / "stderr").read_text()[-3000:])
-        children = psutil.Process(driver.pid).children(recursive=True)
-        (process,) = [each for each in ray_processes(short_tmp / "a") if each.name() == victim]
-        process.kill()
-        driver.communicate(timeout=240)
-        gone(children)
+    """Of each driver's episodes ten begin: the first is killed in the middle of the second step, and the other, which goes on with that, when it
+    cannot end the third.
 
-    assert "RunInterrupted: ray: a process of its Ray cluster was killed" in (tmp_path / "stderr").read_text()
+    Ray does not outlive the first.  Its two agents, which work for nobody, may first try for a minute to tell the dead of the death.
+    """
+    env = {
+        "kind": "tests.train.ray_world:gated",
+        "settings": {"path": str(tmp_path / "never"), "num_free": 10},
+        "step_timeout_s": 600.0,
+    }
+    with running_world(tmp_path, policy_model) as world:
+        assert world.scheduler is not None
+        book = world.scheduler.store.book
+        first = Driver(world, short_tmp / "a", num_steps=10_000, env=env)
+        first.says(step=0)
+        eventually(lambda: book.counts("loop").get("finished") == 2, "two episodes of the second step")
+        names = {process: process.name() for process in first.children()}
+        agents = [process for process, name in names.items() if name.startswith(AGENTS)]
+        assert len(agents) == 2
+        first.process.send_signal(signal.SIGKILL)
+        first.process.communicate()
+        gone([process for process in names if process not in agents])
+
+        second = Driver(world, short_tmp / "b", num_steps=10_000, env=env)
+        second.says(step=1)
+        second.says(event="rollout")
+        children = second.children()
+        (process,) = [each for each in ray_processes(short_tmp / "b") if each.name() == victim]
+        process.kill()
+        second.process.communicate(timeout=240)
+        gone(children)
+        if victim == "gcs_server":
+            gone(agents)
+        consumed = book.counts("loop").get("consumed")
+
+    assert "RunInterrupted: ray: a process of its Ray cluster was killed" in second.errors.read_text()
+    newest, passed_over = checkpoints.load_latest(tmp_path / "out" / "checkpoints")
+    assert newest is not None
+    assert (newest.step, newest.attempt, passed_over) == (2, 2, [])
+    assert [len(newest.consumed[step]) for step in range(2)] == [8] * 2
+    assert len(set(newest.consumed_ids)) == 16 == consumed
 
 
 class FailingTrainer(TorchTrainer):
-    """Of the rank that the job's seed names: its second step fails before the others are done with theirs."""
+    """Of the rank that the job's seed names: its third step fails before the others are done with theirs."""
 
     def step(self, samples: Sequence[TrainingSequence], **told: Any) -> TrainReport:
-        if self.step_index == 1 and dist.get_rank() == self.params.seed:
+        if self.step_index == 2 and dist.get_rank() == self.params.seed:
             raise RuntimeError("made-up shapes cannot be multiplied")
         return super().step(samples, **told)
 
@@ -135,42 +148,36 @@ def failing_trainer(config: TrainConfig) -> FailingTrainer:
         (1, "rank 1: RuntimeError: "),
     ],
 )
-def test_an_error_of_one_rank_is_told_as_what_it_is_and_nobody_is_replaced(
+def test_a_rank_that_dies_costs_an_attempt_and_an_error_of_one_is_told_as_what_it_is(
     tmp_path: Path, policy_model: Path, short_tmp: Path, rank: int, told: str
 ) -> None:
-    """No rank is lost: to begin anew would only bring the same error again."""
-    events: list[Mapping[str, Any]] = []
-    with running_world(tmp_path, policy_model) as world:
-        changes = {"trainer": {"num_ranks": 2, "fine_tuning_steps": 0}, "seed": rank}
-        ray = {"temp_dir": str(short_tmp / "a")}
-        config = TrainConfig.model_validate(job_table(world, num_steps=3, **SMALL, **changes, ray=ray))
-        parts = Parts(make_publisher=file_publisher, make_trainer=failing_trainer)
-        with pytest.raises(TrainError, match=f"{told}made-up shapes cannot be multiplied"):
-            run_training(config, world.tokens, progress=events.append, parts=parts)
-    assert not [event for event in events if event.get("event") == "actor_died"]
+    """Nobody is replaced for the error: no rank is lost, and to begin anew would only bring it again."""
+    assassin, died = Assassin({0: "TrainRank"}, mid_step=False), list[Any]()
 
+    def progress(record: Mapping[str, Any]) -> None:
+        died.extend([record] if record.get("event") == "actor_died" else [])
+        assassin(record)
 
-def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(
-    tmp_path: Path, policy_model: Path, short_tmp: Path
-) -> None:
-    assassin = Assassin({0: "TrainRank"}, mid_step=False)
     with running_world(tmp_path, policy_model) as world:
         changes = {
             "trainer": {"num_ranks": 2, "fine_tuning_steps": 0},
             "ray": {"temp_dir": str(short_tmp / "a")},
             "eval": {"every_steps": 1, "num_tasks": 2, "background": True},
+            "seed": rank,
         }
-        config = TrainConfig.model_validate(job_table(world, num_steps=2, **SMALL, **changes))
+        config = TrainConfig.model_validate(job_table(world, num_steps=4, **SMALL, **changes))
+        parts = Parts(make_publisher=file_publisher, make_trainer=failing_trainer)
+        with pytest.raises(TrainError, match=f"{told}made-up shapes cannot be multiplied"):
+            run_training(config, world.tokens, progress=progress, parts=parts)
+        assert world.scheduler is not None
+        consumed = world.scheduler.store.book.counts("loop").get("consumed")
 
-        result = run_training(
-            config, world.tokens, progress=assassin, parts=Parts(make_publisher=file_publisher)
-        )
-
-    assert (result.num_steps, result.attempt) == (2, 2)
+    assert len(died) == 1
     # Each evaluation is of its step's weights; the rank dies when the first has been told, in the middle of the next step.
     assert [record["eval"]["version"] for record in assassin.records] == ["1.1", "2.2"]
     # Log-probs of engine and trainer agree: what two ranks published is what they compute with.
     assert all(record["logprob_diff_max"] < 1e-3 for record in assassin.records)
     newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
     assert newest is not None
-    assert len(set(newest.consumed_ids)) == 16
+    assert (newest.step, newest.attempt) == (2, 2)
+    assert len(set(newest.consumed_ids)) == 16 == consumed
