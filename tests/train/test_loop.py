@@ -68,7 +68,8 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
     tmp_path: Path, policy_model: Path, short_tmp: Path
 ) -> None:
     assassin = Observer({1: "EnvManager", 3: "TrainWorker"})
-    with running_world(tmp_path, policy_model) as world:
+    # Fewer slots than a step has episodes: the engine that first has the new weights cannot take them all.
+    with running_world(tmp_path, policy_model, cap_dedicated=16, cap_harvested=16) as world:
         config = job(world)
 
         result = run_training(
@@ -96,7 +97,7 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
     assert all(line["lag_max"] == 0 and line["logprob_diff_max"] < 1e-3 for line in lines)
     assert [line["lr"] for line in lines] == [1e-3] * 4 + [5e-6] * 2
     used = [set(line["tiers"]) for line in lines]
-    assert {"dedicated", "harvested"} in used  # of one step; how many have both is a matter of the clock
+    assert {"dedicated", "harvested"} in used  # of one step at least
 
     # Exactly once, proven from the checkpoints: 6 steps of 32, no id twice, and nothing else was consumed.
     newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")

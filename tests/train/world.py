@@ -75,7 +75,8 @@ class TorchEngine(FakeEngine):
 class World:
     """A running scheduler with its engines.  ``call`` runs a coroutine in their thread."""
 
-    def __init__(self, root: Path, model_path: Path, num_engines: int) -> None:
+    def __init__(self, root: Path, model_path: Path, num_engines: int, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
         self.root, self.model_path = root, model_path
         self.tokens = Tokens.generate()
         self.versions = root / "versions"
@@ -92,7 +93,7 @@ class World:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(200)
 
     async def start(self) -> None:
-        config = SchedulerConfig(port=0)
+        config = SchedulerConfig.model_validate({**self._settings, "port": 0})
         self.scheduler = Scheduler(config, self.tokens, self.root / "journal")
         await self.scheduler.start()
         self._stack.push_async_callback(self.scheduler.stop, drain_s=0.0)
@@ -140,8 +141,11 @@ async def keep_up(node: FakeNode, engine: TorchEngine, versions: Path) -> None:
 
 
 @contextlib.contextmanager
-def running_world(root: Path, model_path: Path, *, num_engines: int = 2) -> Iterator[World]:
-    world = World(root, model_path, num_engines)
+def running_world(root: Path, model_path: Path, *, num_engines: int = 2, **settings: Any) -> Iterator[World]:
+    """Args:
+    settings: Of the scheduler.
+    """
+    world = World(root, model_path, num_engines, settings)
     thread = threading.Thread(target=world.loop.run_forever, daemon=True)
     thread.start()
     try:
