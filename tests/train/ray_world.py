@@ -357,6 +357,10 @@ class HeldOutFailing(Failing):
         return task not in self.tasks()
 
 
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def first_task_fails() -> Failing:
     return Failing(FrozenLakeParams(**SHORT_LAKES))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -179,7 +177,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, policy_model: Path) -> None:
     job = written(
         tmp_path,
         f'model = "{policy_model}"\ntoken_file = "{tmp_path / "tokens.toml"}"\n[weights]\ndirectory = "{tmp_path}"\n'
-        f'[trainer]\nlearning_rate = 1e-5\n[env]\nkind = "{__name__}:interrupted_family"\n',
+        f'[trainer]\nlearning_rate = 1e-5\n[env]\nkind = "tests.train.ray_world:interrupted"\n',
     )
     command = [sys.executable, "-m", "rose.cli", "train", "--config", str(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -187,10 +185,6 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, policy_model: Path) -> None:
     assert (
         done.stderr == "stopped by Ctrl-C: run it again to go on from its last checkpoint, if there is one\n"
     )
-
-
-def interrupted_family() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_that_begins_does_not_say_that_it_goes_on() -> None:
