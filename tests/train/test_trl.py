@@ -1,10 +1,8 @@
-"""TRL trains on ROSE's engines through its own extension points: the example as a user runs it."""
+"""TRL trains on ROSE's engines through its own extension points: the example as a user runs it, from an image that has torch imported."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ from rose.auth import Tokens
 from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
+from tests.engine_launcher import run_module
 from tests.train.file_publisher import RUN
 from tests.train.world import running_world
 from tests.weights.reading import whole
@@ -24,17 +23,7 @@ from tests.weights.reading import whole
 pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]' from a checkout of ROSE")
 
 pytestmark = pytest.mark.timeout(300)
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_STEPS = 3
-WITH_ADAPTERS = """
-import runpy, sys
-from functools import partial
-import trl
-from peft import LoraConfig
-trl.GRPOTrainer = partial(trl.GRPOTrainer, peft_config=LoraConfig(r=2, target_modules="all-linear"))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 class Parity:
@@ -97,17 +86,16 @@ def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
         follower = threading.Thread(target=follow, args=(str(tmp_path / "store"), tmp_path, over))
         follower.start()
         try:
-            command = [sys.executable, str(EXAMPLES / "trl_grpo.py"), "--env", "tests.train.test_trl:parity"]
+            command = ["--env", "tests.train.test_trl:parity"]
             command += ["--url", world.url, "--store", str(tmp_path / "store"), "--model", str(policy_model)]
             command += ["--steps", str(NUM_STEPS), "--group-size", "4", "--groups", "2", "--max-tokens", "3"]
             command += ["--learning-rate", "1e-3", "--output-dir", str(tmp_path / "out")]
             command += ["--token-file", str(tmp_path / "tokens.toml"), "--job", RUN]
-            env = os.environ | {"PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
+            done = run_module("examples.trl_grpo", *command, timeout=250)
         finally:
             over.set()
             follower.join(100)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stdout[-3000:]
         assert world.scheduler is not None
         traces = [one.trace("", "") for one in world.scheduler.store.trajectories.values()]
     assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == NUM_STEPS
@@ -130,14 +118,12 @@ def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
 def test_adapters_beside_the_model_are_refused_in_one_line(tmp_path: Path, policy_model: Path) -> None:
     """The example with TRL's `peft_config`: before anything is sampled or trained on."""
     Tokens.generate().save(tmp_path / "tokens.toml")
-    command = [sys.executable, "-c", WITH_ADAPTERS, str(EXAMPLES / "trl_grpo.py")]
-    command += ["--env", "tests.train.test_trl:parity", "--model", str(policy_model)]
+    command = ["--env", "tests.train.test_trl:parity", "--model", str(policy_model)]
     command += ["--store", str(tmp_path / "store"), "--output-dir", str(tmp_path / "out")]
     command += ["--token-file", str(tmp_path / "tokens.toml")]
-    env = os.environ | {"PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    done = run_module("tests.train.trl_adapters", *command, timeout=250)
+    assert done.returncode == 2, done.stdout[-3000:]
+    assert "Traceback" not in done.stdout
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert said.startswith("error: model: has adapters")
     assert "peft_config" in said
