@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 from hypothesis import HealthCheck, settings
 
 from rose.auth import Tokens, bearer
@@ -33,6 +34,7 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self.world = World(folder, tokens)
         self.thread = threading.Thread(target=self._run, daemon=True)
+        self.clients: dict[str, requests.Session] = {}
         self.thread.start()
         assert self._ready.wait(100)
 
@@ -54,7 +56,16 @@ class Background:
 
         self._loop.run_until_complete(main())
 
+    def client_of(self, path: str) -> requests.Session:
+        """On a connection that asks for nothing else, as turns that come the short way need."""
+        if path not in self.clients:
+            self.clients[path] = requests.Session()
+            self.clients[path].trust_env = False  # else it looks for proxies and passwords before each call
+        return self.clients[path]
+
     def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
         self._loop.call_soon_threadsafe(self._stop.set)
         self.thread.join(100)
 
@@ -73,7 +84,32 @@ ENDING = [(method, path) for method, path, *_ in ROUTES if path != "/events"]
 """The events never end."""
 
 
-@pytest.fixture(params=ENDING, ids=lambda route: " ".join(route))
+TWINS = {(method, path) for method, path in ENDING if path.startswith("/s/{session}/")}
+"""Each is another route of a trajectory that its path names."""
+FEW_TWINS = {
+    ("post", "/s/{session}/v1/chat/completions"),
+    ("post", "/s/{session}/generate"),
+    ("get", "/s/{session}/v1/models/{model}"),
+}
+"""One that is answered by the protocols, one by the routes of other engines, one without a body; the others in ``make conformance``."""
+
+
+def test_a_route_of_a_trajectory_is_described_as_its_twin_is() -> None:
+    assert {("post", "/s/{session}/v1/responses"), *FEW_TWINS} <= TWINS
+    for method, path in TWINS:
+        ours, twin = (DESCRIPTION["paths"][one][method] for one in (path, path.removeprefix("/s/{session}")))
+        assert [one["name"] for one in ours["parameters"]][:1] == ["session"]
+        assert ours["parameters"][1:] == twin["parameters"]
+        for name in ("requestBody", "responses"):
+            assert ours.get(name) == twin.get(name), (path, name)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(one, marks=pytest.mark.conformance if one in TWINS - FEW_TWINS else ()) for one in ENDING
+    ],
+    ids=lambda route: " ".join(route),
+)
 def route(request: pytest.FixtureRequest) -> Any:
     """The description of one route.  Its cases are made when it is tried: all of them take ten seconds, which each worker would spend before
     its first test."""
@@ -91,7 +127,8 @@ def test_answers_keep_to_the_description(
     tokens = background.world.tokens
     headers = {**(case.headers or {}), **bearer(tokens.admin)}
     with caplog.at_level(logging.ERROR):
-        response = case.call(base_url=background.world.url, headers=headers, timeout=20)
+        client = background.client_of(f"{case.method} {case.path}")
+        response = case.call(base_url=background.world.url, headers=headers, timeout=20, session=client)
     assert response.status_code < 500 or response.status_code in (502, 503, 504), response.text
     assert not [record for record in caplog.records if record.exc_info], caplog.text
     case.validate_response(
