@@ -89,11 +89,12 @@ class EngineKeeper:
         """
         engine = self._engine
         while True:
-            if self._terms.waits_for() is not None:
+            # Said at once: the pause before a start that will not come may be as long as the window.
+            if self._terms.wants_engine and engine.restarts.exhausted(time.monotonic()):
+                engine.give_up()
                 await asyncio.sleep(LOOK_EVERY_S)
                 continue
-            if engine.restarts.exhausted(time.monotonic()):
-                engine.give_up()
+            if self._terms.waits_for() is not None:
                 await asyncio.sleep(LOOK_EVERY_S)
                 continue
             first = engine.num_starts == 0

@@ -346,14 +346,25 @@ async def test_an_engine_that_cannot_run_is_started_a_bounded_number_of_times(
     device: Device,
 ) -> None:
     device.produce()
-    agent = device.agent("die", engine={"max_restarts": 2})
+    agent = device.agent("die", engine={"max_restarts": 1})
     await until(lambda: agent.engine.state == "failed")
-    assert agent.engine.num_starts == 3
+    assert agent.engine.num_starts == 2
     assert "no such model" in agent.status()["engine"]["error"]
     assert agent.policy.lend_pages == 0
     assert not agent.engine.running
     await agent.set_engine(True)  # the operator has mended it
-    await until(lambda: agent.engine.num_starts > 3)
+    await until(lambda: agent.engine.num_starts > 2)
+
+
+async def test_an_engine_whose_starts_are_used_up_is_given_up_before_the_pause_that_the_next_would_have(
+    device: Device,
+) -> None:
+    """The pause after a start that took half a minute is longer than anybody waits for the verdict."""
+    device.produce()
+    agent = device.agent("die", engine={"max_restarts": 0, "restart_pause_s": 600.0})
+    await until(lambda: agent.engine.state == "failed")
+    assert agent.engine.num_starts == 1
+    assert "before it is started again" in (agent.waits_for() or "")
 
 
 async def test_an_engine_killed_from_outside_comes_back_with_another_incarnation(device: Device) -> None:
