@@ -2,23 +2,27 @@
 
 It holds real pages (``HostPagePool``), obeys ``allowed_pages``, and reports what the kernel says.  ``FAKE_MODE``:
 ``stubborn`` never gives a page back, ``die`` ends at once, ``deaf`` is stubborn and ignores SIGTERM, ``segments`` makes
-shared memory as vLLM's message queues do.
+shared memory as vLLM's message queues do.  The standard library's server: a hundred of them are started, and an import of aiohttp would be
+most of what each costs.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-
-from aiohttp import web
+from socketserver import ThreadingTCPServer
+from typing import Any
 
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
@@ -82,7 +86,7 @@ class FakeEngine:
             )
         )
 
-    async def run(self) -> None:
+    def run(self) -> None:
         while True:
             allowed = self.allowed()
             if allowed > self.held:
@@ -97,7 +101,7 @@ class FakeEngine:
                 self.cuts += 1
             self.steps += self.held > 0
             self.publish(self.held)
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
 
     def status(self) -> dict[str, object]:
         return {
@@ -119,65 +123,109 @@ class FakeEngine:
         }
 
 
-@web.middleware
-async def guard(request: web.Request, handler: object) -> web.StreamResponse:
-    token = os.environ["ROSE_NODE_TOKEN"]
-    if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
-        return web.json_response({"error": {"message": "token", "param": "Authorization"}}, status=401)
-    return await handler(request)  # type: ignore[operator]
+class Refusal(Exception):
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "param": "base", "code": code}}
 
 
-def refusal(status: int, message: str, code: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "param": "base", "code": code}}, status=status)
+class Hangs(Exception):
+    """The connection ends without an answer."""
 
 
-def build(engine: FakeEngine) -> web.Application:
-    async def health(_: web.Request) -> web.Response:
-        return web.Response()
+class Routes(BaseHTTPRequestHandler):
+    """Of one engine, :attr:`engine`."""
 
-    async def status(_: web.Request) -> web.Response:
-        return web.json_response(engine.status())
+    protocol_version = "HTTP/1.1"
+    engine: FakeEngine
 
-    async def stage(request: web.Request) -> web.Response:
-        body = await request.json()
+    def do_GET(self) -> None:
+        match self.path:
+            case "/health":
+                self.answer(200, None)
+            case "/rose/status":
+                self.guarded(lambda: (200, self.engine.status()))
+            case _:
+                self.answer(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        match self.path:
+            case "/rose/weights/stage":
+                self.guarded(lambda: self.stage(body))
+            case "/rose/weights/commit":
+                self.guarded(lambda: self.commit(body))
+            case _:
+                self.answer(404, {})
+
+    def guarded(self, route: Callable[[], tuple[int, object]]) -> None:
+        if self.headers.get("Authorization") != f"Bearer {os.environ['ROSE_NODE_TOKEN']}":
+            return self.answer(401, {"error": {"message": "token", "param": "Authorization"}})
+        try:
+            self.answer(*route())
+        except Refusal as refusal:
+            self.answer(refusal.status, refusal.body)
+        except Hangs:
+            self.close_connection = True
+
+    def stage(self, body: dict[str, Any]) -> tuple[int, object]:
+        engine = self.engine
         update = json.loads(Path(body["path"]).read_text())
         if update["base"] not in (None, engine.version):
-            return refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
+            raise Refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
         target = f"{body['attempt']}.{body['version']}"
         engine.fault = update.get("fault", "")
         if engine.fault == "busy":
-            return refusal(409, "another weight call is in progress", "busy")
+            raise Refusal(409, "another weight call is in progress", "busy")
         if engine.fault == "die in stage":
             os.kill(os.getpid(), signal.SIGKILL)
         if engine.staged != target:
             engine.staged = target
-            return web.json_response({"state": "staging", "version": target}, status=202)
-        return web.json_response({"state": "staged", "version": target, "num_changed": 5})
+            return 202, {"state": "staging", "version": target}
+        return 200, {"state": "staged", "version": target, "num_changed": 5}
 
-    async def commit(request: web.Request) -> web.Response:
-        body = await request.json()
+    def commit(self, body: dict[str, Any]) -> tuple[int, object]:
+        engine = self.engine
         target = f"{body['attempt']}.{body['version']}"
         if engine.staged != target:
-            return refusal(409, "is not staged", "not_staged")
+            raise Refusal(409, "is not staged", "not_staged")
         if engine.fault == "die in commit":
             os.kill(os.getpid(), signal.SIGKILL)
         if engine.fault:
             engine.broken = True
-            if engine.fault == "silent" and request.transport is not None:
-                request.transport.abort()
-            return refusal(500, "rank 0: does not hold its old values after an undo", "weights_broken")
+            if engine.fault == "silent":
+                raise Hangs
+            raise Refusal(500, "rank 0: does not hold its old values after an undo", "weights_broken")
         engine.version, engine.weights_run, engine.staged = target, body["run"], None
-        return web.json_response({"version": target, "pause_s": 0.001})
+        return 200, {"version": target, "pause_s": 0.001}
 
-    app = web.Application(middlewares=[guard])  # type: ignore[list-item]
-    app.router.add_get("/health", health)
-    app.router.add_get("/rose/status", status)
-    app.router.add_post("/rose/weights/stage", stage)
-    app.router.add_post("/rose/weights/commit", commit)
-    return app
+    def answer(self, status: int, body: object) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
-async def main() -> None:
+def serve(engine: FakeEngine, host: str, port: int) -> None:
+    """The routes, in threads of their own."""
+
+    class Server(ThreadingTCPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        allow_reuse_address = True
+        daemon_threads = True
+        request_queue_size = 64
+
+    server = Server((host, port), type("Own", (Routes,), {"engine": engine}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--host")
@@ -202,12 +250,10 @@ async def main() -> None:
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine = FakeEngine(mode, os.environ.get("FAKE_VERSION", "0.0"))
-    runner = web.AppRunner(build(engine))
-    await runner.setup()
-    await web.TCPSite(runner, args.host, args.port).start()
+    serve(engine, args.host, args.port)
     print("fake engine is up", flush=True)
-    await engine.run()
+    engine.run()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
