@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Phase, ServingBoard, ServingLease
+from rose.errors import EngineError
 from rose.node_client import ControlClient
 from rose.policy.compat import Support
 from rose.proc import free_port
@@ -206,6 +208,35 @@ class Device:
 
 async def ready(device: Device, agent: object) -> None:
     await until(lambda: agent.engine.state == "ready", "engine ready")  # type: ignore[attr-defined]
+
+
+async def ready_in_the_idle_class(device: Device, agent: NodeAgent, pages: int | None = None) -> None:
+    """Wait for an engine of :data:`BY_DEFAULT`, which is of the idle class when this returns.
+
+    It is started in that class, and has a normal share until it is up: where others keep every core busy its imports alone would take a
+    minute.  Where only its threads yield they are left as they are: what it says of its own class is looked at.
+
+    Args:
+        pages: What it has been lent by then; None: nobody asks.
+    """
+    await until(lambda: agent.engine.running, "engine started")
+    if agent.engine.describe()["idle_by"] != "class":
+        await share_set(agent, "normal")
+    await ready(device, agent)
+    if pages is not None:
+        await lent(device, pages)
+    await share_set(agent, "idle")
+
+
+async def share_set(agent: NodeAgent, sched: Literal["normal", "idle"]) -> None:
+    """As ``rose node set --sched``, until the kernel lets us: it may ask for patience."""
+
+    def is_set() -> bool:
+        with suppress(EngineError):
+            agent.engine.set_sched(sched)
+        return agent.engine.sched == sched
+
+    await until(is_set, f"a share that is {sched}")
 
 
 def stop_sentinel(agent: NodeAgent) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.agent import NodeAgent
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, NodeState, Phase, RankState
@@ -29,6 +27,8 @@ from tests.coserve.conftest import (
     control,
     lent,
     ready,
+    ready_in_the_idle_class,
+    share_set,
     stop_sentinel,
     until,
 )
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(300)  # some engines are of the idle class
 async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in_argv(device: Device) -> None:
     device.produce()
     agent = device.agent(engine={"args": ["--num-gpu-blocks-override", "64"], **BY_DEFAULT})
-    await ready(device, agent)
+    await ready_in_the_idle_class(device, agent)
     report = device.report()
     argv = " ".join(report["argv"][1:])
     assert argv == (
@@ -96,7 +96,7 @@ async def test_the_share_of_an_engine_that_has_ended_is_nobodys_trouble(
     """Its cgroup is gone.  Said once an agent's life, the warning would not come again where it is true."""
     device.produce()
     agent = device.agent(engine=BY_DEFAULT)
-    await ready(device, agent)
+    await ready_in_the_idle_class(device, agent)
     agent.engine.hurry(True)
     await agent.set_engine(False)
     await until(lambda: not agent.engine.running)
@@ -158,8 +158,9 @@ async def test_the_engine_is_not_started_before_serving_is_ready(device: Device)
 
 async def test_idle_memory_is_lent_and_a_burst_takes_it_back_at_once(device: Device) -> None:
     production = device.produce()
-    agent = device.agent(engine=BY_DEFAULT)
-    await lent(device, 16)
+    # Far above what a cut takes; a rise of demand counts as one for as long.
+    agent = device.agent(engine=BY_DEFAULT, lending={"reclaim_deadline_s": 10.0})
+    await ready_in_the_idle_class(device, agent, 16)
     assert agent.status()["lending"]["cap_pages"] == 18
     production.used = 12
     await until(lambda: device.resident_pages() <= TOTAL_PAGES - 12)
@@ -190,7 +191,7 @@ async def test_a_claim_that_stands_during_a_long_step_is_met_once(device: Device
 async def test_the_gate_hears_how_much_of_a_step_production_waits_for(device: Device) -> None:
     device.produce()
     agent = device.agent(engine=BY_DEFAULT)
-    await lent(device, 16)
+    await ready_in_the_idle_class(device, agent, 16)
     node = NodeDir(device.dir).node()
 
     def told() -> int | None:
@@ -198,14 +199,8 @@ async def test_the_gate_hears_how_much_of_a_step_production_waits_for(device: De
         return state.delay_pct if state is not None else None
 
     await until(lambda: told() == (100 if agent.engine.describe()["idle_by"] == "class" else 10), "idle")
-    await until(lambda: set_normal(agent), "the kernel may ask for patience")
+    await share_set(agent, "normal")
     await until(lambda: told() == 100, "normal: all of it")
-
-
-def set_normal(agent: NodeAgent) -> bool:
-    with contextlib.suppress(EngineError):
-        agent.engine.set_sched("normal")
-    return agent.engine.sched == "normal"
 
 
 async def test_serving_that_starts_again_gets_everything_back(device: Device) -> None:
@@ -279,8 +274,8 @@ async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_start
 
 async def test_a_stopped_engine_is_killed_by_the_deadline_too(device: Device) -> None:
     production = device.produce()
-    device.agent(engine=BY_DEFAULT, lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
-    await lent(device, 16)
+    agent = device.agent(engine=BY_DEFAULT, lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
+    await ready_in_the_idle_class(device, agent, 16)
     pid = device.report()["pid"]
     os.kill(pid, signal.SIGSTOP)
     production.used = 14
@@ -292,7 +287,7 @@ async def test_until_its_last_process_is_gone_a_killed_engine_is_dying_and_has_a
 ) -> None:
     device.produce()
     agent = device.agent(engine=BY_DEFAULT)
-    await lent(device, 16)
+    await ready_in_the_idle_class(device, agent, 16)
     may_reap, reaps, kill = threading.Event(), threading.Event(), Child.kill
 
     def slow(child: Child, timeout_s: float = 10.0) -> None:
@@ -315,7 +310,7 @@ async def test_until_its_last_process_is_gone_a_killed_engine_is_dying_and_has_a
     await killing
     assert agent.engine.exit_s > 0
     await until(lambda: agent.engine.num_starts == 2)
-    await ready(device, agent)
+    await ready_in_the_idle_class(device, agent)
 
 
 async def test_what_is_left_of_an_engine_whose_core_is_gone_is_ended(device: Device) -> None:

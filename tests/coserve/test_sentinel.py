@@ -30,7 +30,7 @@ from rose.policy.compat import Support
 from rose.policy.deadlines import MAX_RECLAIM_S
 from rose.policy.lending import DEAD_AFTER_S
 from rose.proc_tree import is_dying
-from tests.coserve.conftest import BY_DEFAULT, Device, alive, until
+from tests.coserve.conftest import BY_DEFAULT, Device, alive, ready_in_the_idle_class
 from tests.freezer import freezer
 
 pytestmark = pytest.mark.timeout(300)  # some engines are of the idle class
@@ -228,7 +228,7 @@ async def test_with_the_agent_and_the_engine_stopped_the_memory_comes_back(devic
     """The agent runs in this process: it is stopped by not letting its loop run, the engine by SIGSTOP."""
     production = device.produce()
     agent = device.agent(engine=BY_DEFAULT, lending={"reclaim_deadline_s": 0.2})
-    await until(lambda: device.resident_pages() == 16, "16 pages lent")
+    await ready_in_the_idle_class(device, agent, 16)
     pid = int(device.report()["pid"])
     rank = NodeDir(device.dir).rank("rollout", 0)
     os.kill(pid, signal.SIGSTOP)
