@@ -80,7 +80,10 @@ async def test_an_engine_that_is_stopped_while_its_start_is_prepared_is_not_star
     try:
         await until(preparing.is_set)
         async with control(device) as client:
-            await asyncio.to_thread(client.off, 60.0, False)
+            off = asyncio.create_task(asyncio.to_thread(client.off, 60.0, False))
+            await until(lambda: agent.engine.stop_asked, "the stop waits for the start")
+            may_go_on.set()
+            await off
     finally:
         may_go_on.set()
     await until(lambda: "was stopped before" in caplog.text or agent.engine.state == "ready")
