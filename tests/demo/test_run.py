@@ -41,7 +41,7 @@ class Demo:
         self.out, self.runs = tmp_path / "out", tmp_path / "runs"
         self.base_port = free_base_port()
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "run", self.out, str(self.base_port), self.runs],
+            [sys.executable, str(SCRIPT), self.out, str(self.base_port), self.runs],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
