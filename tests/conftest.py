@@ -90,8 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _beside_light_ones(items: list[pytest.Item]) -> None:
-    """The quickstarts come before the policies: their rollout engine has what the other worker leaves of the cores, and tests of policies
-    are one process."""
+    """The quickstarts come before the policies: they start a dozen programs, and tests of policies are one process."""
     ours = [item for item in items if item.path.name == "test_quickstarts.py"]
     others = [item for item in items if item.path.name != "test_quickstarts.py"]
     at = next((at for at, item in enumerate(others) if item.nodeid.startswith("tests/policy/")), len(others))

@@ -2,11 +2,13 @@
 engine, agents and training on it, then the fleet's end.
 
 Only the ports are changed, to free ones; ``~`` is a folder of the test, with vLLM's cache of models in its own place.  Production is the installed ``vllm``; the rollout engine, which
-the node agent starts by the same name, is the same program with one import for all of its processes.
+the node agent starts by the same name, is the same program with one import for all of its processes.  It is started in the idle class and lifted
+out of it: beside another test it would not be up in five minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -14,11 +16,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rose.auth import Tokens
+from rose.errors import RoseError
+from rose.node_client import ControlClient
 from rose.proc import free_port
 from tests.engine_launcher import SERVE_COMMAND
 
@@ -61,6 +67,33 @@ def write_vllm(folder: Path) -> None:
     script.chmod(0o700)
 
 
+class Lift(threading.Thread):
+    """``rose node set --sched normal`` once the rollout engine is being started."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(daemon=True)
+        self._dir, self._tokens = home / "rose-quickstart/node", home / "rose-quickstart/tokens.toml"
+        self._ended = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.5):
+            with contextlib.suppress(RoseError):  # there is no agent yet, or the kernel asks for patience
+                if self._lifted(ControlClient(self._dir, Tokens.load(self._tokens, ["node"]))):
+                    return
+
+    def _lifted(self, agent: ControlClient) -> bool:
+        with contextlib.closing(agent):
+            if agent.status()["engine"]["pid"] is None:
+                return False
+            agent.set(sched="normal")
+            return True
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each part printed."""
@@ -82,12 +115,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text=True,
         start_new_session=True,
     )
+    lift = Lift(home)
     try:
         output, _ = shell.communicate(timeout=560)
     except subprocess.TimeoutExpired as late:
         tails = {path.name: path.read_text()[-1500:] for path in (home / "rose-quickstart").glob("*.log")}
         pytest.fail(f"not done: {(late.output or b'')[-3000:]!r}\n{tails}")
     finally:
+        lift.end()
         left = [each for each in psutil.process_iter() if _session(each) == shell.pid]
         for each in left:
             each.send_signal(signal.SIGKILL)
