@@ -7,7 +7,7 @@ A server costs 25-50 s on CPU, nearly all of it three interpreters importing vLL
         server.post("/inference/v1/generate", {...}).json()
 
 A role gets the command-line arguments of its kind (:data:`ROLE_ARGS`); ``args`` come after them and
-win.  ``fast=False`` starts the installed ``vllm`` command, as a user does.  :func:`fork_module` is ``python -m MODULE`` from the same image,
+win.  :func:`fork_module` is ``python -m MODULE`` from the same image,
 for whatever else would import vLLM first.  The server's standard
 output and error are in ``server.log_path``; a failed start raises with its tail.
 
@@ -39,9 +39,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, ClassVar, Literal, Protocol
 
 import httpx
 import psutil
@@ -51,6 +51,8 @@ from vllm_plugin.lines import TRIED, line_of
 
 ROOT = Path(__file__).resolve().parent.parent
 Role = Literal["serving", "rollout"]
+Image = Literal["vllm", "relay"]
+"""What a process is forked from."""
 
 BASE_ARGS = (
     "--host=127.0.0.1",
@@ -107,7 +109,7 @@ class EngineServer:
         role: ``ROSE_ROLE`` of the server; None leaves the plugin installed and off.
         env: Variables added last.
         args: Arguments added last.
-        fast: Fork from the nursery (default), or start the installed ``vllm`` command.
+        spawns: It spawns its processes, as the installed command does, though it is forked itself.
         start_timeout_s: How long ``/health`` may take.
 
     Attributes:
@@ -126,12 +128,12 @@ class EngineServer:
         role: Role | None = None,
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
-        fast: bool = True,
+        spawns: bool = False,
         start_timeout_s: float = 120.0,
     ) -> None:
         self.model_dir = Path(model_dir)
         self.role: Role | None = role
-        self.fast = fast
+        self.spawns = spawns
         self.start_timeout_s = start_timeout_s
         self.node_token = secrets.token_urlsafe(24)
         self.start_s = 0.0
@@ -161,10 +163,7 @@ class EngineServer:
         argv += [*ROLE_ARGS.get(self.role or "", ()), *self._extra_args]
         began_s = time.monotonic()
         try:
-            if self.fast:
-                self._process = _Nursery.shared().start(argv, env, self.log_path)
-            else:
-                self._process = _Spawned(argv, env, self.log_path)
+            self._process = _Nursery.shared().start(argv, env, self.log_path, spawns=self.spawns)
             self._client = httpx.Client(
                 base_url=self.url, headers={"Authorization": f"Bearer {self.node_token}"}, timeout=60.0
             )
@@ -293,45 +292,25 @@ def _shared_memory_of(process: psutil.Process) -> list[Path]:
     ]
 
 
-class _Spawned:
-    """The installed ``vllm`` command."""
-
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
-        command = [str(Path(sys.executable).with_name("vllm")), *argv]
-        with log_path.open("wb") as log:
-            self._popen = subprocess.Popen(
-                command,
-                env=dict(env),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.pid = self._popen.pid
-
-    def alive(self) -> bool:
-        return self._popen.poll() is None
-
-
 class _Nursery:
-    """Client side of the process that servers are forked from; one per pytest run, started when needed."""
+    """Client side of the process that others are forked from; one per pytest run and image, started when needed."""
 
-    _shared: _Nursery | None = None
+    _shared: ClassVar[dict[Image, _Nursery]] = {}
     _shared_lock = threading.Lock()
 
     @classmethod
-    def shared(cls) -> _Nursery:
+    def shared(cls, image: Image = "vllm") -> _Nursery:
         with cls._shared_lock:
-            if cls._shared is None or cls._shared._popen.poll() is not None:
-                cls._shared = cls()
-                atexit.register(cls._shared.close)
-            return cls._shared
+            found = cls._shared.get(image)
+            if found is None or found._popen.poll() is not None:
+                found = cls._shared[image] = cls(image)
+                atexit.register(found.close)
+            return found
 
-    def __init__(self) -> None:
+    def __init__(self, image: Image) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine_launcher"],
+            [sys.executable, "-m", "tests.engine_launcher", "nursery", image],
             env=env | BASE_ENV,
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -340,10 +319,10 @@ class _Nursery:
         )
         self._lock = threading.Lock()
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Forked:
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path, *, spawns: bool) -> Forked:
         log = str(log_path)
         command = {"op": "start", "argv": list(argv), "env": dict(env), "files": {"1": log, "2": log}}
-        answer = self.ask(command)
+        answer = self.ask(command | {"spawns": spawns})
         return Forked(self, int(answer["pid"]))
 
     def start_module(
@@ -377,6 +356,9 @@ class _Nursery:
 class Forked:
     """As :class:`subprocess.Popen`, of a process that the nursery forked."""
 
+    stdout: IO[str] | None = None
+    """Of :func:`fork_piped`'s."""
+
     def __init__(self, nursery: _Nursery, pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
@@ -397,6 +379,9 @@ class Forked:
         if self.alive():
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def wait(self, timeout: float = 60.0) -> int:
         until_s = time.monotonic() + timeout
         while self.alive():
@@ -409,24 +394,31 @@ class Forked:
 
 
 def fork_module(
-    module: str, argv: Sequence[str], env: Mapping[str, str], files: Mapping[int, Path]
+    module: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    files: Mapping[int, Path],
+    image: Image = "vllm",
 ) -> Forked:
-    """``python -m MODULE ARGV`` in the repository's folder, a session of its own, forked from an image that has vLLM imported.
+    """``python -m MODULE ARGV`` in the repository's folder, a session of its own, forked from an image that has its imports.
 
     Args:
         env: All of its environment.
         files: What its descriptors open, for reading and writing, made where they are not; nothing where they name none.
     """
-    return _Nursery.shared().start_module(module, argv, env, files)
+    return _Nursery.shared(image).start_module(module, argv, env, files)
 
 
-def fork_piped(module: str, argv: Sequence[str], env: Mapping[str, str]) -> tuple[Forked, IO[str]]:
+def fork_piped(
+    module: str, argv: Sequence[str], env: Mapping[str, str], image: Image = "vllm"
+) -> tuple[Forked, IO[str]]:
     """:func:`fork_module` with its standard output as a pipe, which the caller closes; its errors go nowhere."""
     with tempfile.TemporaryDirectory() as folder:
         pipe = Path(folder) / "stdout"
         os.mkfifo(pipe)
-        process = fork_module(module, argv, env, {1: pipe})
-        return process, pipe.open()  # once the child has it open
+        process = fork_module(module, argv, env, {1: pipe}, image)
+        process.stdout = pipe.open()  # once the child has it open
+        return process, process.stdout
 
 
 def run_module(
@@ -450,14 +442,14 @@ def run_module(
 # -- the nursery process ---------------------------------------------------------------------------
 
 
-def _nursery_main() -> None:
-    """Import vLLM once, then fork a server per ``start`` line until standard input closes."""
+def _nursery_main(image: str) -> None:
+    """Import once, then fork a process per ``start`` line until standard input closes."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is the client's: it ends its servers, then closes our input
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the imports print must not get between the answers
-    _import_engine()
+    IMAGES[image]()
     pids: set[int] = set()
     for line in sys.stdin:
         command = json.loads(line)
@@ -514,6 +506,19 @@ def _import_engine() -> None:
     atexit.register(gc.unfreeze)  # bindings that look for leaks at the end would find all of it
 
 
+def _import_relay() -> None:
+    """What ``rose relay`` loads."""
+    import rose.weights.cli
+    import rose.weights.pull_through
+    import rose.weights.relay  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+IMAGES: dict[str, Callable[[], None]] = {"vllm": _import_engine, "relay": _import_relay}
+
+
 def _fork_workers() -> None:
     """Make vLLM fork where it would spawn, and its queues spin for a shorter time."""
     from vllm.distributed.device_communicators import shm_broadcast
@@ -557,7 +562,8 @@ def _become(command: dict[str, Any], answers: IO[str]) -> None:
         if module is not None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
-            _fork_workers()
+            if not command["spawns"]:
+                _fork_workers()
             from vllm.entrypoints.cli.main import main
 
             main()
@@ -589,4 +595,4 @@ SERVE_COMMAND = (sys.executable, "-m", "tests.engine_launcher", "serve")
 
 
 if __name__ == "__main__":
-    _serve_main(sys.argv[1:]) if sys.argv[1:] else _nursery_main()
+    _nursery_main(sys.argv[2]) if sys.argv[1] == "nursery" else _serve_main(sys.argv[1:])

@@ -23,7 +23,7 @@ from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.upcoming import MOST_OBJECTS, UpcomingBook
-from tests.weights.relay_process import RelayProcess
+from tests.weights.relay_process import ForkedRelay, RelayProcess
 from tests.weights.subscriber.kit import V, copy_of, same
 from tests.weights.test_relay import wait_until
 from tests.weights.test_tree import sent
@@ -109,13 +109,13 @@ def test_an_answer_that_names_anything_else_is_refused(answer: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayProcess]:
-    with RelayProcess(tmp_path_factory.mktemp("root")) as relay:
+    with ForkedRelay(tmp_path_factory.mktemp("root")) as relay:
         yield relay
 
 
 @pytest.fixture(scope="module")
 def leaf(root: RelayProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayProcess]:
-    with RelayProcess(tmp_path_factory.mktemp("leaf"), root.tokens, f"--upstream={root.url}") as relay:
+    with ForkedRelay(tmp_path_factory.mktemp("leaf"), root.tokens, f"--upstream={root.url}") as relay:
         yield relay
 
 

@@ -38,7 +38,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.subscriber import WeightSubscriber
-from tests.weights.relay_process import RelayProcess
+from tests.weights.relay_process import ForkedRelay, RelayProcess
 from tests.weights.subscriber.kit import copy_of, same
 from tests.weights.toy import ToyTrainer
 
@@ -47,7 +47,7 @@ PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, anchor_ev
 
 @pytest.fixture
 def relay(tmp_path: Path) -> Iterator[RelayProcess]:
-    with RelayProcess(tmp_path) as process:
+    with ForkedRelay(tmp_path) as process:
         yield process
 
 

@@ -38,7 +38,7 @@ from rose.weights.source import RawBits
 from rose.weights.store import ObjectStore
 from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
-from tests.weights.relay_process import RelayProcess
+from tests.weights.relay_process import ForkedRelay, RelayProcess
 from tests.weights.signed_kit import publish, published
 from tests.weights.subscriber.kit import PARAMS, V, copy_of, same
 from tests.weights.toy import ToyTrainer
@@ -99,7 +99,7 @@ def honest(tmp_path: Path) -> Iterator[World]:
 
 
 def a_world(folder: Path, *, signed: bool) -> Iterator[World]:
-    with RelayProcess(folder, signed=signed) as relay:
+    with ForkedRelay(folder, signed=signed) as relay:
         key = SigningKey.parse(relay.tokens.publish_key) if signed else SigningKey.generate()
         world = World(relay, folder, key)
         yield world
@@ -415,7 +415,7 @@ def test_a_trainer_that_pins_the_old_key_beside_its_new_one_goes_on(tmp_path: Pa
     old, new = Tokens.generate(), SigningKey.generate()
     both = f"{old.public_key} {new.public}"
     tokens = replace(old, public_key=both)
-    with RelayProcess(tmp_path, tokens=tokens) as relay:
+    with ForkedRelay(tmp_path, tokens=tokens) as relay:
         trainer = ToyTrainer(1)
         publish(
             WeightPublisher(trainer.tensors, trainer_store(relay.url, tokens), "run", 1, PARAMS), trainer, 0

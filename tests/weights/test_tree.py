@@ -21,7 +21,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.subscriber import WeightSubscriber
-from tests.weights.relay_process import RelayProcess
+from tests.weights.relay_process import ForkedRelay, RelayProcess
 from tests.weights.subscriber.kit import copy_of, same
 from tests.weights.test_relay import wait_until
 from tests.weights.test_stores import V, head
@@ -87,7 +87,7 @@ def sent(relay: RelayProcess) -> float:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayProcess]:
-    with RelayProcess(tmp_path_factory.mktemp("root")) as relay:
+    with ForkedRelay(tmp_path_factory.mktemp("root")) as relay:
         yield relay
 
 
@@ -98,7 +98,7 @@ def below(root: RelayProcess, tmp_path: Path) -> Iterator[Callable[..., RelayPro
 
     def start(*options: str, upstream: str = "") -> RelayProcess:
         folder = tmp_path / f"relay-{len(started)}"
-        relay = RelayProcess(folder, root.tokens, f"--upstream={upstream or root.url}", *options)
+        relay = ForkedRelay(folder, root.tokens, f"--upstream={upstream or root.url}", *options)
         relay.__enter__()
         started.append(relay)
         return relay
