@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
 from rose.weights.store import Buffer, ObjectStore
-from tests.engine_launcher import ROOT, EngineServer
+from tests.engine_launcher import ROOT, EngineServer, run_module
 from tests.plugin.weights_kit import Tensors, change
 from tests.plugin.weights_server import PROMPT
 from tests.tiny_model import write_tiny_model, write_weights
@@ -33,8 +32,8 @@ STOCK = ['--weight-transfer-config={"backend": "rose"}']
 DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def stock(model: Path, *args: str, fast: bool = True) -> EngineServer:
-    return EngineServer(model, env=DEV, args=[*STOCK, *args], fast=fast)
+def stock(model: Path, *args: str, spawns: bool = False) -> EngineServer:
+    return EngineServer(model, env=DEV, args=[*STOCK, *args], spawns=spawns)
 
 
 def said(server: EngineServer) -> tuple[list[str], list[float]]:
@@ -119,8 +118,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def server(world: World) -> Iterator[EngineServer]:
-    # The installed command, whose processes are spawned: that each knows the name is part of what is tried.
-    with stock(world.model, fast=False) as server:
+    # Spawned as the installed command's: that each of its processes knows the name is part of what is tried.
+    with stock(world.model, spawns=True) as server:
         yield server
 
 
@@ -140,15 +139,12 @@ def test_the_example_brings_a_stock_server_to_what_a_fresh_one_loads(
 ) -> None:
     before = said(server)
     saved = world.folder / "saved.safetensors"
-    done = subprocess.run(
-        [
-            sys.executable, "examples/stock_vllm_weights.py", str(world.model), f"--server={server.url}",
-            f"--store={world.relay.url}", f"--token-file={world.token_file}", f"--directory={world.folder / 'copy'}",
-            f"--save={saved}",
-        ],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+    done = run_module(
+        "examples.stock_vllm_weights", str(world.model), f"--server={server.url}", f"--store={world.relay.url}",
+        f"--token-file={world.token_file}", f"--directory={world.folder / 'copy'}", f"--save={saved}",
+        files={2: world.folder / "errors"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0, (world.folder / "errors").read_text()[-3000:]
     kinds = [line.split()[:2] for line in done.stdout.splitlines()]
     assert kinds == [["1.0", "anchor"], ["1.1", "delta"], ["1.2", "delta"]]
     assert server.get("/weight_info").json() == {"weight_version": "example@1.2"}
