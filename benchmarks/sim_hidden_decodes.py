@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the judged cells would say if decode steps were as short as published ones.   (simulated)
 
-    python benchmarks/sim/hidden_decodes.py --settings SIM_PAPER.json --json benchmarks/results/sim/hidden_decodes/DATE.json [--only CELL] [--seconds 1500]
+    python benchmarks/sim_hidden_decodes.py --settings SIM_PAPER.json --json benchmarks/results/sim/hidden_decodes/DATE.json [--only CELL] [--seconds 1500]
 
 Against published tables the simulator's decode steps on one GPU are 1.1 to 1.54 times too long, because it adds up what a step computes and what it reads
 (``benchmarks/sim/latency_tables.py``); all cells of ``benchmarks/sim_paper.py`` were judged with these steps.  Here each of them is run twice on the same seeds,
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.report import Report, write  # noqa: E402
