@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 TOTAL_PAGES = 64
+LONG = 240
+"""Tokens of a turn that something happens to."""
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,12 @@ class Turn(threading.Thread):
         return self.answer["choices"][0]
 
 
+@functools.cache
+def undisturbed(server: EngineServer) -> list[int]:
+    """Tokens of a turn of :data:`LONG` that nothing happens to."""
+    return Turn(server, PROMPT, LONG).choice()["token_ids"]
+
+
 def busy_without_slack(host: Host) -> None:
     """Production runs requests whose next tokens are due now."""
     host.set(running=4, busy=1, tpot_deadline_ns=1)
@@ -134,7 +142,7 @@ def standing(server: EngineServer, host: Host, max_tokens: int) -> Turn:
 def test_a_step_under_way_waits_between_two_layers_for_a_prompt_and_its_tokens_are_the_same(
     server: EngineServer, host: Host
 ) -> None:
-    before = Turn(server, PROMPT, 400).choice()["token_ids"]
+    before = undisturbed(server)
 
     def told() -> Any:
         state = host.dir.layers().read()
@@ -144,7 +152,7 @@ def test_a_step_under_way_waits_between_two_layers_for_a_prompt_and_its_tokens_a
     host.set(node={"serialise": 1, "stop_at_layers": 1, "slo_ttft_ns": 60 * S})
     eventually(lambda: status(server)["layer_stops"]["on"], "steps may stop")
     stops = told().stops
-    turn = standing(server, host, 400)
+    turn = standing(server, host, LONG)
     assert turn.is_alive()
     host.set(busy=0, waiting=0, owes_first=0)
     assert turn.choice()["token_ids"] == before
@@ -224,16 +232,16 @@ def cut_turn(server: EngineServer, host: Host, max_tokens: int) -> dict[str, Any
 def test_a_cut_returns_partial_tokens_and_the_continued_turn_is_the_uninterrupted_one(
     server: EngineServer, host: Host
 ) -> None:
-    whole = Turn(server, PROMPT, 400).choice()["token_ids"]
+    whole = undisturbed(server)
 
-    cut = next(c for c in (cut_turn(server, host, 400) for _ in range(20)) if c["finish_reason"] != "length")
+    cut = next(c for c in (cut_turn(server, host, LONG) for _ in range(20)) if c["finish_reason"] != "length")
 
     assert cut["finish_reason"] == "abort"
     assert cut["stop_reason"] == "rose:kv_reclaimed"
     partial = cut["token_ids"]
-    assert len(partial) < 400
+    assert len(partial) < LONG
     assert whole[: len(partial)] == partial
-    rest = Turn(server, PROMPT + partial, 400 - len(partial)).choice()["token_ids"]
+    rest = Turn(server, PROMPT + partial, LONG - len(partial)).choice()["token_ids"]
     assert partial + rest == whole
 
 

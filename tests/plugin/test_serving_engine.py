@@ -414,13 +414,13 @@ def test_two_scrapes_of_a_real_engine_are_enough_for_a_plan(server: EngineServer
         {
             "name": "cpu",
             "devices": {"cpu": {"memory_gb": 8, "bandwidth_tb_s": 0.02, "tflops": 0.2}},
-            "models": {
-                "tiny": {"params_billion": 0.01, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
+            "models": {  # larger than the one that was scraped: a second of few steps is simulated quickly
+                "small": {"params_billion": 1.0, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
             },
             "fleet": {"device": "cpu", "dedicated": 1, "serving": 1, "reserve_gb": 1.0},
-            "serving": {"model": "tiny"},
+            "serving": {"model": "small"},
             "job": {
-                "model": "tiny",
+                "model": "small",
                 "group_size": 4,
                 "max_model_len": 512,
                 "prompt_tokens": 50,
