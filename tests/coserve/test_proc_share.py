@@ -88,7 +88,11 @@ def test_an_idle_child_yields_as_a_group_can_be_lifted_and_leaves_nothing(
         if not Path("/proc/self/autogroup").exists():
             pytest.skip("this kernel has no autogroups")
         monkeypatch.setattr("rose.proc.idle_share", lambda: IdleShare(rung="autogroup"))
-    argv = (sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)")
+    argv = (
+        "sh",
+        "-c",
+        "echo up; exec sleep 60",
+    )  # an interpreter of the idle class would take its time to start
     child = Child.start(ProcSpec(name="c", argv=argv, sched="idle", log_path=tmp_path / "log"))
     with child:
         wait_for_line(tmp_path / "log")
@@ -145,10 +149,9 @@ def test_whoever_kills_a_tree_of_the_idle_class_gives_it_a_normal_share_first(
         if not Path("/proc/self/autogroup").exists():
             pytest.skip("this kernel has no autogroups")
         monkeypatch.setattr("rose.proc.idle_share", lambda: IdleShare(rung="autogroup"))
-    code = "import subprocess; subprocess.Popen(['sleep', '600']); print('up', flush=True); import time; time.sleep(600)"
     spec = ProcSpec(
         name="c",
-        argv=(sys.executable, "-c", code),
+        argv=("sh", "-c", "sleep 600 & echo up; exec sleep 600"),
         sched="idle",
         log_path=tmp_path / "log",
         before_kill=(sys.executable, "-I", "-S", "-c", LOOK, str(tmp_path / "seen")),

@@ -253,10 +253,8 @@ from rose.proc import Child, ProcSpec
 
 config = validate(NodeConfig, {"node_id": "n", "dir": sys.argv[1], "serving": {}, "engine": {"model": "m", "max_model_len": 8}})
 engine = RolloutEngine(config)
-program = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-child = Child.start(
-    ProcSpec(name="engine", argv=(sys.executable, "-c", program), sched="idle", log_path=Path(sys.argv[2]))
-)
+program = "sleep 600 & echo $!; exec sleep 600"  # in the idle class: an interpreter would take its time to start
+child = Child.start(ProcSpec(name="engine", argv=("sh", "-c", program), sched="idle", log_path=Path(sys.argv[2])))
 print(child.guard_pid, engine._start_sentinel(child).pid, child.pid, child.share.directory, flush=True)
 time.sleep(600)
 """
