@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import stat
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from rose import cli
 from rose.auth import PARTS, Tokens, read_key
 from rose.errors import ConfigError
 
 HEAVY = ("torch", "vllm", "ray", "numpy", "numba", "aiohttp", "transformers", "gymnasium")
 
 
-def rose(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def rose_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``rose`` as a shell starts it."""
     return subprocess.run(
         [sys.executable, "-m", "rose.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "COLUMNS": "120", **(env or {})},
+        env={**os.environ, "COLUMNS": "120"},
     )
+
+
+def rose(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The console script's entry point, in this process: a new one imports for seconds."""
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["rose", *arguments]),
+        mock.patch.dict(os.environ, COLUMNS="120"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
 
 
 def test_importing_the_command_line_loads_no_heavy_library() -> None:
@@ -35,7 +57,7 @@ def test_importing_the_command_line_loads_no_heavy_library() -> None:
 
 
 def test_help_names_every_program() -> None:
-    done = rose("--help")
+    done = rose_process("--help")
 
     assert done.returncode == 0
     for name in ("demo", "train", "node", "scheduler", "relay", "weights", "tokens"):
@@ -43,7 +65,7 @@ def test_help_names_every_program() -> None:
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
-    done = rose("demo", "--config", str(tmp_path / "none.toml"))
+    done = rose_process("demo", "--config", str(tmp_path / "none.toml"))
 
     assert done.returncode == 2
     assert done.stdout == ""
@@ -74,7 +96,7 @@ def test_a_bad_trace_names_file_and_line(tmp_path: Path) -> None:
 def test_tokens_are_written_private_and_never_replaced_unasked(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
 
-    done = rose("tokens", str(path))
+    done = rose_process("tokens", str(path))
 
     assert done.returncode == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -161,9 +183,6 @@ def test_a_key_that_is_open_to_others_or_missing_is_named_with_its_cure(tmp_path
 
 def test_a_library_that_is_not_installed_is_named_with_its_cure(tmp_path: Path) -> None:
     """A stand-in ``ray`` that cannot be imported, as on a machine without the extras."""
-    from rose import cli
-    from rose.errors import ConfigError
-
     (tmp_path / "needs_missing.py").write_text("import no_such_library_x\n")
     sys.path.insert(0, str(tmp_path))
     try:
