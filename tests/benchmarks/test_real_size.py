@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks.training import real_size
+from tests.engine_launcher import fork_piped
+
 pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]' from a checkout of ROSE")
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "training" / "real_size.py"
 ARGUMENTS = ("--shape", "tiny", "--steps", "2", "--arms", "1,trl")
+
+
+class FromImage:
+    """What the program uses of a :class:`subprocess.Popen`: the same program, forked from an image that has torch imported."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        self._process, self.stdout = fork_piped("benchmarks.training.real_size", command[2:], env)
+
+    def wait(self) -> int:
+        return self._process.wait(250)
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -21,31 +43,27 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def taken(result: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, PROGRAM, *ARGUMENTS, "--json", result]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+def said(result: Path) -> str:
+    """By the program, whose arms are processes of their own."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["real_size.py", *ARGUMENTS, "--json", str(result)])
+        patch.setattr(real_size, "subprocess", SimpleNamespace(Popen=FromImage, PIPE=subprocess.PIPE))
+        real_size.main()
+    return out.getvalue()
 
 
-def test_our_trainer_and_trl_take_the_same_batches(
-    result: Path, taken: subprocess.CompletedProcess[str]
-) -> None:
-    assert taken.returncode == 0, taken.stderr[-2000:]
+def test_our_trainer_and_trl_take_the_same_batches(result: Path, said: str) -> None:
     summary = json.loads(result.read_text())["summary"]
     assert summary["1_state_bytes"] == summary["trl_state_bytes"] > 0
-    assert [line.count('"step"') for line in taken.stdout.splitlines() if '"step"' in line] == [1] * 4
+    assert [line.count('"step"') for line in said.splitlines() if '"step"' in line] == [1] * 4
 
 
+@pytest.mark.usefixtures("said")
 def test_an_arm_that_is_in_the_file_is_not_taken_again(
-    result: Path,
-    taken: subprocess.CompletedProcess[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    result: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor is one of other arguments mixed with it."""
-    from benchmarks.training import real_size
-
-    assert taken.returncode == 0, taken.stderr[-2000:]
-    command = [str(PROGRAM), *ARGUMENTS, "--json", str(result)]
+    command = ["real_size.py", *ARGUMENTS, "--json", str(result)]
     monkeypatch.setattr(sys, "argv", command)
     real_size.main()
     assert '"step"' not in capsys.readouterr().out
