@@ -20,6 +20,8 @@ from tests.train import reference
 from tests.train.reference import Recipe
 
 RECORDED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "recorded_frozenlake.json").read_text())
+RECORDED = RECORDED[:8]
+"""Two groups of four; the reference computes them turn by turn."""
 pytestmark = pytest.mark.timeout(300)
 
 RATE = 2e-3
