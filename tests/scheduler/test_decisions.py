@@ -110,7 +110,7 @@ def test_every_action_of_a_recorded_run_comes_out_again(tmp_path: Path, policy: 
 
 
 def test_a_full_log_goes_on_in_a_new_file_and_the_oldest_leaves(tmp_path: Path) -> None:
-    live(tmp_path, "cost", events=1500, max_bytes=20_000)
+    live(tmp_path, "cost", events=800, max_bytes=10_000)
     paths = logs(tmp_path)
     assert len(paths) == 3
     assert paths[0].name != "decisions-1.rose"  # it is gone

@@ -88,6 +88,8 @@ async def test_a_device_that_comes_back_with_another_base_model_works_for_a_job_
     await hold(world, engines, "job")
     (name,) = [name for name, job in jobs_of(world).items() if job == "job"]
     await world.kill(name)
+    fleet = world.scheduler.book.fleet
+    fleet.workers[name].heard_at_s -= fleet.params.dead_s  # long silent
     engine = await world.add(name, model="other")
     await world.until(lambda: jobs_of(world)[name] != "job")
 
