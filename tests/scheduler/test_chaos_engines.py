@@ -38,6 +38,7 @@ class RealWorker:
         self.model, self.name, self.tier = model, name, tier
         self.scheduler: tuple[aiohttp.ClientSession, str, str] | None = None
         self.number = 0
+        self.is_there = False
 
     async def start(self) -> None:
         from tests.engine_launcher import EngineServer
@@ -46,9 +47,11 @@ class RealWorker:
         server = EngineServer(self.model, args=args)
         self.server = await asyncio.to_thread(server.__enter__)
         self.number += 1
+        self.is_there = True
 
     async def end(self) -> None:
-        """Every process of the engine, without a word."""
+        """Every process of the engine, without a word; nor says its node any."""
+        self.is_there = False
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
         await asyncio.to_thread(self.server.__exit__)
@@ -82,11 +85,12 @@ class RealWorker:
     async def beat(self) -> None:
         for seq in itertools.count(1):
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                told = await self.tell(
-                    f"/workers/{self.name}/heartbeat", seq=seq, version="0.0", state="ready", running=0
-                )
-                if not told["known"]:
-                    await self.register()
+                if self.is_there:
+                    told = await self.tell(
+                        f"/workers/{self.name}/heartbeat", seq=seq, version="0.0", state="ready", running=0
+                    )
+                    if not told["known"]:
+                        await self.register()
             await asyncio.sleep(0.3)
 
 
