@@ -17,7 +17,7 @@ from rose.train.plan import GroupPlan, GroupState
 from rose.train.tail_rounds import TailRounds
 from rose.train.train_config import RolloutSettings, TrainConfig
 from tests.train.local_run import assert_applied_once, consumed_of, run
-from tests.train.ray_world import job_table
+from tests.train.ray_world import SHORT_LAKES, job_table
 from tests.train.world import World, running_world
 
 SETTINGS = RolloutSettings.model_validate(
@@ -124,7 +124,7 @@ async def test_a_run_in_short_and_long_rounds_trains_each_prompt_once(world: Wor
             "fine_tuning_steps": 0,
             "dynamic_sampling": {"enabled": False},
         },
-        env={"settings": {"num_maps": 64}, "latency": {"median_s": 0.01, "sigma": 2.0}},
+        env={"settings": {**SHORT_LAKES, "num_maps": 64}, "latency": {"median_s": 0.01, "sigma": 2.0}},
     )
     assert (result.num_steps, result.num_restarts) == (7, 2)
     assert {step: len(ids) for step, ids in consumed_of(config).items()} == dict.fromkeys(range(7), 4)
