@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sim_hidden_decodes import KINDS, RUN, SEEDS, conclude
 from benchmarks.sim.paper_cells import CELLS, Setting
+from benchmarks.sim_hidden_decodes import KINDS, RUN, SEEDS, conclude
 from benchmarks.sim_paper import run
 
 CELL = CELLS[0]
