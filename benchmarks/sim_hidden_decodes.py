@@ -44,14 +44,25 @@ RUN = tuple(arm for arm in ARMS if arm != "unlimited")
 
 
 def conclude(cells: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
-    """The flat summary, of cells all of whose runs are there.  ``cells``: name -> ``KIND/ARM/SEED`` -> row."""
+    """The flat summary, of cells all of whose runs are there and ended; ``not_ended``: cells of which one did not.
+
+    Args:
+        cells: Name -> ``KIND/ARM/SEED`` -> row.
+    """
     summary: dict[str, Any] = {}
+    not_ended = 0
     for cell in CELLS:
         rows = cells.get(cell.name, {})
-        if all(f"{kind}/{arm}/{seed}" in rows for kind in KINDS for arm in RUN for seed in SEEDS):
+        keys = [f"{kind}/{arm}/{seed}" for kind in KINDS for arm in RUN for seed in SEEDS]
+        if any(key not in rows for key in keys):
+            continue
+        if any(rows[key]["step_s"] is None for key in keys):
+            not_ended += 1
+        else:
             found = conclude_cell(cell, rows)
             summary |= {f"{cell.name}.{name}": value for name, value in found.items()}
     summary["cells"] = sum(name.endswith(".other_side") for name in summary)
+    summary["not_ended"] = not_ended
     summary["other_side"] = sum(
         len(value.split()) for name, value in summary.items() if name.endswith(".other_side")
     )

@@ -46,7 +46,19 @@ def test_a_cell_with_a_run_that_lacks_is_not_concluded() -> None:
     lacking = rows(75.0)
     del lacking[CELL.name][f"hidden/paper/{SEEDS[-1]}"]
 
-    assert conclude(lacking) == {"cells": 0, "other_side": 0}
+    assert conclude(lacking) == {"cells": 0, "not_ended": 0, "other_side": 0}
+
+
+def test_a_cell_with_a_run_that_does_not_end_is_counted_and_costs_no_other_its_result() -> None:
+    endless = rows(75.0)
+    endless[CELL.name][f"hidden/paper/{SEEDS[-1]}"] = {
+        "step_s": None,
+        "late": [],
+        "end_s": 400.0,
+        "busy": 0.2,
+    }
+
+    assert conclude(endless) == {"cells": 0, "not_ended": 1, "other_side": 0}
 
 
 def test_hidden_operations_make_the_steps_of_a_job_shorter() -> None:
