@@ -116,8 +116,7 @@ def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped_and_one_whose_ray_
         process.kill()
         second.process.communicate(timeout=240)
         gone(children)
-        if victim == "gcs_server":
-            gone(agents)
+        gone(agents)
         consumed = book.counts("loop").get("consumed")
 
     assert "RunInterrupted: ray: a process of its Ray cluster was killed" in second.errors.read_text()
