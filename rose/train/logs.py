@@ -1,6 +1,6 @@
 """Where a run writes what it measured: ``metrics.jsonl`` always, a page and TensorBoard by default, Weights & Biases and MLflow if asked for.
 
-A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
+A sink that fails or hangs is switched off with one warning: a full disk under the plots must not end a training run, nor stop it.  The JSON lines are
 the record, and their failure is an error.
 
 After a death steps may be taken again, by the same driver or the next one: numbers of a step come twice, and the later ones count.
@@ -8,12 +8,13 @@ After a death steps may be taken again, by the same driver or the next one: numb
 
 from __future__ import annotations
 
+import functools
 import logging
+import queue
 import secrets
+import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ class Logs:
             try:
                 sink.write(int(record["step"]), scalars)
             except Exception as error:  # noqa: BLE001 - foreign code; see the module's docstring
-                logger.warning("%s is switched off: %s", type(sink).__name__, error)
+                logger.warning("%s is switched off: %s", _name_of(sink), error)
                 self._sinks.remove(sink)
 
     def restore(self, before: int, num_consumed: Mapping[int, int], pending: int | None) -> list[int]:
@@ -71,7 +72,7 @@ class Logs:
             try:
                 sink.close(failed=failed)
             except Exception as error:  # noqa: BLE001
-                logger.warning("%s did not close: %s", type(sink).__name__, error)
+                logger.warning("%s did not close: %s", _name_of(sink), error)
         self._file.close()
 
 
@@ -92,7 +93,7 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
         sinks.append(page)
     if config.log.tensorboard:
         try:
-            sinks.append(TensorBoardSink(config))
+            sinks.append(BackgroundSink(TensorBoardSink(config), max_behind=FEW_STEPS))
         except ImportError:
             logger.warning("no TensorBoard files: tensorboardX is not installed")
     if config.log.wandb_project is not None:
@@ -104,7 +105,7 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
             ) from error
     if config.log.mlflow_experiment is not None:
         try:
-            sinks.append(MlflowSink(config))
+            sinks.append(BackgroundSink(MlflowSink(config), max_behind=MANY_STEPS))
         except ImportError as error:
             raise ConfigError(
                 "mlflow is not installed",
@@ -118,6 +119,65 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
         logs.close(failed=True)
         raise
     logs.close()
+
+
+FEW_STEPS, MANY_STEPS = 10, 10_000
+"""That may wait to be written: to a local folder, and to a server that is away for a while."""
+
+CLOSE_S = 30.0
+"""For what still waits at the end."""
+
+
+class BackgroundSink:
+    """A sink that may hang, called in a thread of its own: no step waits for it, and the end of a run no longer than ``close_s``.
+
+    Args:
+        max_behind: Steps that may wait; with more the sink counts as hanging.
+    """
+
+    def __init__(self, sink: Sink, *, max_behind: int, close_s: float = CLOSE_S) -> None:
+        self.sink, self._close_s = sink, close_s
+        self._waiting: queue.Queue[tuple[Callable[[], None], bool]] = queue.Queue(max_behind)
+        self._error: Exception | None = None
+        # A daemon: the interpreter's end does not wait for it either.
+        self._thread = threading.Thread(target=self._work, name=type(sink).__name__, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Raises:
+        Exception: What an earlier step met; ``TimeoutError`` where too many wait.
+        """
+        self._put(functools.partial(self.sink.write, step, dict(scalars)))
+
+    def close(self, *, failed: bool) -> None:
+        self._put(functools.partial(self.sink.close, failed=failed), is_last=True)
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._waiting.qsize()} calls were not made within {self._close_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, call: Callable[[], None], *, is_last: bool = False) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._waiting.put_nowait((call, is_last))
+        except queue.Full:
+            raise TimeoutError(f"it hangs, and {self._waiting.qsize()} steps wait for it") from None
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            call, is_last = self._waiting.get()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - told to the next caller
+                self._error = error
+                return
+
+
+def _name_of(sink: Sink) -> str:
+    return type(sink.sink if isinstance(sink, BackgroundSink) else sink).__name__
 
 
 class TensorBoardSink:
@@ -178,15 +238,13 @@ class WandbSink:
 
 
 class MlflowSink:
-    """One run of MLflow for a job's output folder, which keeps its name.  A server that is slow or away holds up no step."""
+    """One run of MLflow for a job's output folder, which keeps its name."""
 
     def __init__(self, config: TrainConfig) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
         self._remembered = config.output_dir / "mlflow-run"
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
-        self._sent: deque[Future[None]] = deque()
         try:
             self._client: Any = MlflowClient(tracking_uri=config.log.mlflow_uri)
             self._run_id = self._open(config, MlflowException)
@@ -228,16 +286,11 @@ class MlflowSink:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()  # raises what went wrong with it
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, value, now_ms, step) for name, value in scalars.items()]
-        self._sent.append(self._sender.submit(self._client.log_batch, self._run_id, metrics=metrics))
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, *, failed: bool) -> None:
-        self._sender.shutdown(wait=True)
-        while self._sent:
-            self._sent.popleft().result()
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 

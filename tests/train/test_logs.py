@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
-from rose.train.logs import Logs, open_logs, parameters_of, scalars_of
+from rose.train.logs import BackgroundSink, Logs, open_logs, parameters_of, scalars_of
 from rose.train.metrics import MetricsFile, lengths_by_quantile, rewards_by_quantile
 from rose.train.train_config import TrainConfig
 from tests.engine_launcher import free_port
@@ -92,6 +94,83 @@ def test_a_board_that_breaks_is_switched_off_and_the_lines_go_on(tmp_path: Path)
     assert broken.num_calls == 1
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [3, 4]
+
+
+def written_in_time(logs: Logs, steps: range, *, done_s: float = 60.0) -> bool:
+    """Whether so many steps can be written and the sinks closed at all; what hangs is left behind."""
+
+    def write() -> None:
+        for step in steps:
+            logs.write(RECORD | {"step": step})
+        logs.close()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(done_s)
+    return not thread.is_alive()
+
+
+def test_a_full_disk_under_tensorboard_stops_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library's own thread ends at the first error, and its queue, of ten numbers, blocks whoever brings another."""
+    from tensorboardX.record_writer import RecordWriter
+
+    def full(self: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with open_logs(config(tmp_path, page=False)) as logs:
+        assert written_in_time(logs, range(30))
+    assert "TensorBoardSink is switched off: it hangs, and 10 steps wait" in caplog.text
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 30
+
+
+class Hanging:
+    """As a server that does not answer."""
+
+    def __init__(self) -> None:
+        self.began, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.began.set()
+        self.let_go.wait()
+
+    def close(self, *, failed: bool) -> None:
+        pass
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_board_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = Hanging()
+    board = BackgroundSink(hanging, max_behind=100, close_s=0.01)
+    board.write(0, {})
+    assert hanging.began.wait(60.0)
+    assert written_in_time(Logs(MetricsFile(tmp_path / "metrics.jsonl"), [board]), range(1, 3))
+    hanging.let_go.set()
+    assert "Hanging did not close: 3 calls were not made within 0.01 s" in caplog.text
+
+
+def test_what_a_board_says_in_its_own_thread_switches_it_off(tmp_path: Path) -> None:
+    class Broken:
+        num_calls = 0
+
+        def write(self, step: int, scalars: Any) -> None:
+            self.num_calls += 1
+            raise OSError("disk full")
+
+        def close(self, *, failed: bool) -> None:
+            pass
+
+    broken = Broken()
+    board = BackgroundSink(broken, max_behind=10)
+    board.write(1, {})
+    with pytest.raises(OSError, match="disk full"):
+        board.close(failed=False)
+    with pytest.raises(OSError, match="disk full"):
+        board.write(2, {})
+    assert broken.num_calls == 1
 
 
 def test_tensorboard_files_are_written_unless_switched_off(tmp_path: Path) -> None:
