@@ -404,12 +404,15 @@ def spawn_reward_worker(reward: RewardSettings) -> RayRewardWorker:
 
 async def answer_of(reference: Any) -> Any:
     """Await an actor's answer; Ray's errors become ours."""
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     try:
         return await reference
-    except RayActorError as error:
-        raise ActorDied(str(error).strip().splitlines()[0][:200]) from error
+    except (
+        RayActorError,
+        OutOfMemoryError,
+    ) as error:  # the latter from Ray's memory monitor, which killed it
+        raise ActorDied(_death_of(error)) from error
     except RayTaskError as error:
         if isinstance(error.cause, RoseError):
             raise error.cause from error
@@ -418,3 +421,13 @@ async def answer_of(reference: Any) -> Any:
         ) from error
     except RayError as error:
         raise TrainError(f"Ray failed: {type(error).__name__}", field="ray") from error
+
+
+def _death_of(error: Exception) -> str:
+    """Why an actor is dead, in a line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if getattr(
+        error, "actor_init_failed", False
+    ):  # its traceback follows, and what was raised stands at the end
+        return f"its start failed: {lines[-1].strip()[:200]}"
+    return lines[0][:200]

@@ -276,24 +276,24 @@ class RankedTrainer:
     def _wait(self, calls: Sequence[Any]) -> list[Any]:
         """The other ranks' answers."""
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import OutOfMemoryError, RayActorError
 
         try:
             return ray.get(list(calls))
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             self._lost(error)
 
     def _watch(self) -> None:
         """Until Ray says that another rank is dead: what this one computes with it then will not end by itself."""
         import ray
-        from ray.exceptions import ActorDiedError, ActorUnavailableError
+        from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
         while True:
             try:
                 ray.get([rank.pid.remote() for rank in self._ranks])
             except ActorUnavailableError:
                 logger.warning("a rank cannot be reached")
-            except ActorDiedError as error:
+            except (ActorDiedError, OutOfMemoryError) as error:
                 time.sleep(NOTICED_IN_S)
                 logger.error(
                     "a rank is gone, and this one waits for it; ending, to go on from the checkpoint",

@@ -124,12 +124,14 @@ class RewardPool:
             worker = await self._take()
             try:
                 reward = await self._ask(worker, task, messages, final)
-            except TrainError as error:  # the worker is well, the function is not
-                self.num_failures += 1
-                why = self._note_failure(error)
-                await self._give_back(worker)
-                continue
             except BaseException as error:
+                if (
+                    isinstance(error, TrainError) and error.field != "ray"
+                ):  # the worker is well, the function is not
+                    self.num_failures += 1
+                    why = self._note_failure(error)
+                    await self._give_back(worker)
+                    continue
                 if isinstance(error, asyncio.CancelledError) and worker in self._starting:
                     await self._give_back(worker)  # it is at nobody's work yet
                     raise

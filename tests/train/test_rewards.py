@@ -80,6 +80,13 @@ async def many_turns() -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_worker_that_ray_has_lost_is_replaced_and_not_asked_again() -> None:
+    pool, made = pool_of([TrainError("Ray failed: ObjectLostError", field="ray"), 0.5])
+    assert await pool.score({}, [], FINAL) == 0.5
+    assert [one.killed for one in made] == [True, False]
+    assert (pool.num_replaced, pool.num_failures) == (1, 0)
+
+
 async def test_the_start_of_a_worker_is_not_of_the_time_of_a_request() -> None:
     up = asyncio.Event()
     pool, made = pool_of([0.5], up, timeout_s=0.0, max_retries=0)
