@@ -49,7 +49,7 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     tokens = tokens_of(job)
     from rose.train.loop import run_training
 
-    console = Console()
+    console = Console(markup=False)
     try:
         with Screen(job, console) as screen:
             watch_s = _WATCH_S if console.is_terminal else None
@@ -187,7 +187,8 @@ class Screen:
             self._bars.update(self._steps, completed=record["step"] + 1)
             self._ended_before += record["num_episodes"]
             self._bars.update(self._episodes, completed=0)
-        self._console.print(_line(record, self._job.num_steps), soft_wrap=True)
+        # Its texts are others': what an environment says may hold square brackets.
+        self._console.print(_line(record, self._job.num_steps), soft_wrap=True, markup=False)
 
 
 def _line(record: Mapping[str, Any], num_steps: int) -> str:
