@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rose.config import REQUIRED, FiniteSection
@@ -64,6 +64,14 @@ class WeightSettings(FiniteSection):
         return self
 
 
+def _seen_from_here(settings: dict[str, Any], others: ValidationInfo) -> dict[str, Any]:
+    """A ``path`` of an environment that comes with ROSE, made absolute: Ray's workers run where ``ray start`` ran, not where the job was started."""
+    path = settings.get("path")
+    if ":" in others.data.get("kind", ":") or not isinstance(path, str):
+        return settings
+    return {**settings, "path": str(Path(path).absolute())}
+
+
 class LatencySettings(FiniteSection):
     """Time that an environment is made to take, for benchmarks: lognormal, so that its tail is long."""
 
@@ -75,7 +83,8 @@ class LatencySettings(FiniteSection):
 class EnvSettings(FiniteSection):
     kind: str = "frozenlake"
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment as they are; it names what it does not know."""
+    """Passed to the environment, which names what it does not know; as they are, but for a relative ``path``, which is one from the
+    folder that the job is started in."""
     num_managers: int | None = Field(default=None, ge=1, le=1024)
     """Ray actors; each runs hundreds of environments.  None follows the cluster: one for each of its nodes, as far as
     it has CPUs and the step has groups for them; counted when the run starts, and when a lost node's room is nowhere to be had."""
@@ -91,6 +100,8 @@ class EnvSettings(FiniteSection):
     reward_range: tuple[float, float] = (-1e6, 1e6)
     """A reward outside is a failure of the episode, never a number that is trained on."""
     latency: LatencySettings = LatencySettings()
+
+    _settings = field_validator("settings")(_seen_from_here)
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -136,6 +147,8 @@ class TaskSettings(FiniteSection):
     """None = ``env.step_timeout_s``, and so on."""
     reward_range: tuple[float, float] | None = None
     latency: LatencySettings | None = None
+
+    _settings = field_validator("settings")(_seen_from_here)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -17,7 +20,7 @@ from rose.config import load_config
 from rose.testing.relay_thread import RelayThread
 from rose.train import checkpoint as checkpoints
 from rose.train.check import settings_of
-from rose.train.cli import _line
+from rose.train.cli import Screen, _line
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.file_store import FileStore
@@ -191,3 +194,30 @@ def test_a_run_that_begins_does_not_say_that_it_goes_on() -> None:
     begun = {"event": "attempt", "attempt": 1, "step": 0, "passed_over": []}
     assert _line(begun, 2) == "attempt 1 begins at step 1"
     assert _line(begun | {"attempt": 3, "step": 4}, 9) == "attempt 3 goes on at step 5"
+
+
+def test_square_brackets_in_what_an_environment_says_end_no_run(tmp_path: Path) -> None:
+    """A console that takes marks raises at one that closes nothing, and swallows the others."""
+    config = TrainConfig.model_validate(
+        {"model": tmp_path, "weights": {"directory": "x"}, "trainer": {"learning_rate": 1e-3}}
+    )
+    console = Console(file=io.StringIO(), width=500)
+    reason = "template [INST] without [/INST]"
+    with Screen(config, console) as screen:
+        screen.show({"event": "actor_died", "actor": "manager 0", "reason": reason})
+    assert reason in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_path_of_tasks_is_one_from_the_folder_that_the_job_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers run elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    common = {"model": "m", "weights": {"directory": "x"}, "trainer": {"learning_rate": 1e-3}}
+    settings = {"path": "questions.jsonl", "max_turns": 2}
+    one = TrainConfig.model_validate(common | {"env": {"kind": "math_tools", "settings": settings}})
+    assert one.env.settings == {"path": str(tmp_path / "questions.jsonl"), "max_turns": 2}
+    several = [{"name": "sums", "kind": "math_tools", "settings": settings}]
+    assert TrainConfig.model_validate(common | {"tasks": several}).tasks[0].settings == one.env.settings
+    own = TrainConfig.model_validate(common | {"env": {"kind": "mine:make", "settings": settings}})
+    assert own.env.settings == settings
