@@ -54,11 +54,17 @@ class TailRounds:
         if self._next_prompt is not None:
             return
         self._next_prompt = step * self._settings.num_groups
-        told = None
+        found: dict[int, Mapping[str, Any]] = {}
         for record in records:
-            if record["step"] == step - 1:
-                told = record.get("tail_batching")
-        if isinstance(told, Mapping):
+            if record.get("restored") is True:
+                continue  # the last driver died before its line: what the step before left is where to go on
+            # A step that is taken again ends what came of it the first time.
+            found = {at: told for at, told in found.items() if at < record["step"] < step}
+            told = record.get("tail_batching")
+            if record["step"] < step and isinstance(told, Mapping):
+                found[record["step"]] = told
+        if found:
+            told = found[max(found)]
             self._next_prompt = int(told["next_prompt"])
             self._policy.end(map(int, told["put_by"]))
             self._begun = {str(name): int(prompt) for name, prompt in told["begun"].items()}

@@ -76,6 +76,29 @@ def test_a_later_driver_goes_on_with_what_was_put_by_and_what_was_complete() -> 
     assert prompts(rounds(5).begin([], step=5, **WHERE)) == [10, 11, 12], "a run that had none before"
 
 
+def test_what_was_put_by_outlives_a_driver_that_died_before_its_steps_line() -> None:
+    tail = rounds()
+    first = tail.begin([], step=0, **WHERE)
+    told = tail.end([first[0].group_id, first[1].group_id], 1.0, 4)
+    records: list[dict[str, Any]] = [
+        {"step": 0, "tail_batching": json.loads(json.dumps(told))},
+        {"step": 1, "restored": True},
+    ]
+    again = rounds(2, records)
+    assert prompts(again.begin([], step=2, **{**WHERE, "attempt": 2})) == [3, 4, 5]
+    assert again.end([], 1.0, 4)["put_by"] == [2]
+
+
+def test_a_step_that_is_taken_again_ends_what_the_ones_after_it_had_put_by() -> None:
+    def record(step: int, prompt: int) -> dict[str, Any]:
+        told = {"next_prompt": prompt, "put_by": [], "begun": {}}
+        return {"step": step, "tail_batching": told}
+
+    records = [record(0, 10), record(1, 20), record(2, 30), record(1, 25)]
+    assert prompts(rounds(3, [*records, {"step": 2, "restored": True}]).begin([], step=3, **WHERE))[0] == 25
+    assert prompts(rounds(3, [*records, record(2, 35)]).begin([], step=3, **WHERE))[0] == 35
+
+
 def test_a_group_whose_episodes_keep_failing_is_no_slow_one() -> None:
     tail = rounds()
     first = tail.begin([], step=0, **WHERE)
