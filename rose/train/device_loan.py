@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class DeviceLoan:
     """Attributes:
-    lent_s: For how long the device was lent, all in all.
+    lent_s: For how long the device was lent, all in all; not while nobody answered for it.
     """
 
     def __init__(self, settings: LendSettings, tokens: Tokens) -> None:
@@ -33,6 +33,7 @@ class DeviceLoan:
         self._client = None if settings.node_dir is None else ControlClient(settings.node_dir, tokens)
         self._error = ""
         self.lent_s = 0.0
+        self._lent_at_s: float | None = None
 
     def check(self) -> None:
         """Raises:
@@ -62,7 +63,6 @@ class DeviceLoan:
         if client is None:
             yield
             return
-        began_s = time.monotonic()
         renewing = asyncio.create_task(self._renew(client))
         try:
             yield
@@ -70,12 +70,18 @@ class DeviceLoan:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
             await self._take_back(client)
-            self.lent_s += time.monotonic() - began_s
+            self._count(is_lent=False)
 
     async def _renew(self, client: ControlClient) -> None:
         while True:
-            await self._ask(client, self._settings.hold_s)
+            self._count(is_lent=await self._ask(client, self._settings.hold_s) is not None)
             await asyncio.sleep(self._settings.hold_s / 3)
+
+    def _count(self, *, is_lent: bool) -> None:
+        now_s = time.monotonic()
+        if self._lent_at_s is not None:
+            self.lent_s += now_s - self._lent_at_s
+        self._lent_at_s = now_s if is_lent else None
 
     async def _take_back(self, client: ControlClient) -> None:
         answer = await self._ask(client, 0.0)

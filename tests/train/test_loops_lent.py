@@ -96,10 +96,11 @@ async def test_a_node_agent_that_is_gone_costs_the_run_nothing_but_its_help(
     world: World, lender: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     await lender.stop_agents()
-    _, _, result = await run(
+    script, _, result = await run(
         world, {}, num_steps=2, rollout={**SMALL, "mode": "synchronous"}, lend={"node_dir": str(lender.dir)}
     )
     assert result.num_steps == 2
+    assert [record["lent_s"] for record in script.records] == [0.0, 0.0]
     said = [one.getMessage() for one in caplog.records if "cannot be lent" in one.getMessage()]
     assert len(said) == 1  # and not at every try
 
