@@ -121,6 +121,7 @@ def test_a_file_of_questions_is_split_into_training_and_held_out(tmp_path: Path)
         ([{"question": "q", "answer": True}], ":1.answer"),
         ([""], "path"),
         ([{"question": "q", "answer": "many"}], "path"),
+        ([{"question": "q", "answer": "1e999999999"}], "path"),  # a power that takes minutes to compute
     ],
 )
 def test_a_bad_line_of_a_dataset_is_named(tmp_path: Path, lines: list[Any], field: str) -> None:

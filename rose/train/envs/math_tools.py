@@ -30,6 +30,7 @@ from rose.train.envs.base import Environment, Observation, Task
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 20
+MAX_EXPONENT = 400
 MAX_BITS = 256
 """Of a numerator or denominator; a product of two more is refused before it is computed twice."""
 
@@ -113,10 +114,9 @@ class MathFamily:
         )
 
     def _task(self, question: str, answer: object) -> Task:
-        try:
-            number = Fraction(str(answer))
-        except (ValueError, ZeroDivisionError):
-            raise ConfigError(f"answer {answer!r:.40} is not a number", field="env.settings.path") from None
+        number = number_of(str(answer))
+        if number is None:
+            raise ConfigError(f"answer {answer!r:.40} is not a number", field="env.settings.path")
         return {"env": "math_tools", "question": question, "answer": str(number)}
 
 
@@ -169,6 +169,18 @@ class MathEnv:
             "truncated": truncated,
         }
         return Observation(done=True, reward=float(right), success=right, info=info)
+
+
+def number_of(text: str) -> Fraction | None:
+    """A number as a file has it: digits, a decimal fraction, an exponent within that of a float, or ``3/4``."""
+    _, has_exponent, exponent = text.lower().partition("e")
+    try:
+        # Fraction computes the power of ten, whatever the exponent.
+        if len(text) > MAX_EXPRESSION_CHARS or (has_exponent and abs(int(exponent)) > MAX_EXPONENT):
+            return None
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def calculate(expression: str) -> Fraction:
