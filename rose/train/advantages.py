@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from rose.errors import TrainError
 from rose.train.recipes import AdvantageScale, Baseline
 
-MAX_REWARD = 1e9
+MAX_SHAPED = 1e30
+"""Of a reward (:data:`rose.train.envs.base.MAX_REWARD`) less what length and drift cost it: its square is a number still."""
 EQUAL_REWARDS = 1e-6
 """Rewards of a group closer than this are equal: their differences are rounding."""
 
@@ -109,7 +110,7 @@ def _members(rewards: Mapping[str, float], groups: Mapping[str, str]) -> dict[st
     for trajectory_id, reward in rewards.items():
         if trajectory_id not in groups:
             raise TrainError(f"trajectory {trajectory_id} has no group", field="group_id")
-        if not -MAX_REWARD < reward < MAX_REWARD:  # also refuses NaN
+        if not -MAX_SHAPED <= reward <= MAX_SHAPED:  # also refuses NaN
             raise TrainError(f"reward {reward} of trajectory {trajectory_id} is out of range", field="reward")
         members.setdefault(groups[trajectory_id], []).append(trajectory_id)
     return members

@@ -28,7 +28,7 @@ from rose.errors import RoseError, TrainError
 from rose.lineage import Version, parse_version
 from rose.policy.staleness import worst_lag
 from rose.train.advantages import uninformative_groups
-from rose.train.envs.base import unusable
+from rose.train.envs.base import MAX_REWARD, unusable
 from rose.train.metrics import num_sampled
 
 MAX_MALFORMED_FRACTION = 0.5
@@ -217,10 +217,13 @@ def reward_of(trajectory: Mapping[str, Any]) -> float:
     """The reward; a missing one is an error and never 0.
 
     Raises:
-        TrainError: Not a finite number.
+        TrainError: Not a finite number, or beyond :data:`~rose.train.envs.base.MAX_REWARD`.
     """
     reward: Any = trajectory.get("reward")
-    if (found := unusable(reward)) is not None:
+    found = unusable(reward)
+    if found is None and not -MAX_REWARD <= reward <= MAX_REWARD:
+        found = f"{reward:g}, out of range (within {MAX_REWARD:g})"
+    if found is not None:
         raise TrainError(f"reward of trajectory {trajectory.get('id')} is {found}", field="reward")
     return float(reward)
 

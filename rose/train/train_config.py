@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from rose.config import REQUIRED, FiniteSection
 from rose.policy.streaming import StepShape, Streamed, chosen
+from rose.train.envs.base import MAX_REWARD
 from rose.train.trainer_settings import TrainerSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
@@ -105,8 +106,7 @@ class EnvSettings(FiniteSection):
 
     @model_validator(mode="after")
     def _range(self) -> Self:
-        if not -1e9 <= self.reward_range[0] < self.reward_range[1] <= 1e9:
-            raise ValueError("reward_range needs low < high, both within 1e9")
+        _check_range(self.reward_range)
         return self
 
 
@@ -149,6 +149,18 @@ class TaskSettings(FiniteSection):
     latency: LatencySettings | None = None
 
     _settings = field_validator("settings")(_seen_from_here)
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.reward_range is not None:
+            _check_range(self.reward_range)
+        return self
+
+
+def _check_range(reward_range: tuple[float, float]) -> None:
+    low, high = reward_range
+    if not -MAX_REWARD <= low < high <= MAX_REWARD:
+        raise ValueError(f"reward_range needs low < high, both within {MAX_REWARD:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

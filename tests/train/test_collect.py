@@ -8,6 +8,7 @@ import pytest
 
 from rose.errors import RequestError, TrainError
 from rose.train.collect import Acceptance, Collected, CollectParams, lag_of
+from rose.train.envs.base import MAX_REWARD
 from tests.train.traces import trajectory, turn
 
 
@@ -117,6 +118,25 @@ def test_one_malformed_trajectory_is_set_aside_by_itself_and_consumed() -> None:
     assert step.batch_ids == ["b1"]
     step.clear()
     assert (step.malformed, step.num_seen) == ({}, 0)
+
+
+@pytest.mark.parametrize("reward", [-5e9, 1.0001e9, 1e30])
+def test_a_reward_beyond_the_range_costs_its_own_trajectory(reward: float) -> None:
+    """A scheduler takes larger ones, of other trainers' environments: raised later, it would end every run that leases the batch."""
+    step = collected()
+    batch = [*group("a", [0, reward]), *group("b", [1, 0])]
+    step.add("b1", batch, (1, 5))
+    assert list(step.malformed) == [batch[1]["id"]]
+    assert "out of range" in step.malformed[batch[1]["id"]]
+    assert [one["id"] for one in step.trajectories] == [batch[2]["id"], batch[3]["id"]]
+    assert sorted(step.ids) == sorted(one["id"] for one in batch)
+
+
+def test_the_ends_of_the_range_of_rewards_are_in_it() -> None:
+    """As in ``env.reward_range``, which may be all of it."""
+    step = collected()
+    step.add("b1", [*group("a", [-MAX_REWARD, MAX_REWARD]), *group("b", [0, 1])], (1, 5))
+    assert (step.malformed, step.num_informative) == ({}, 2)
 
 
 def test_a_refill_launches_what_the_acceptance_makes_likely_to_suffice() -> None:

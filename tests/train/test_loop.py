@@ -183,7 +183,7 @@ def test_of_settings_that_do_not_go_together_the_words_are_told_alone(tmp_path: 
     assert str(caught.value) == "env.kind is each task's own where there are tasks"
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, EXAMPLE, ["env.reward_range=[1.0, 0.0]"])
-    assert str(caught.value) == "env: reward_range needs low < high, both within 1e9"
+    assert str(caught.value) == "env: reward_range needs low < high, both within 1e+09"
 
 
 TASK = {"name": "a", "kind": "frozenlake"}

@@ -108,6 +108,7 @@ def test_what_a_task_leaves_open_is_the_jobs() -> None:
     ("changes", "said"),
     [
         ({"tasks": [LAKE, LAKE]}, "tasks need different names"),
+        ({"tasks": [LAKE, MATHS | {"reward_range": [0, 2e9]}]}, "both within"),
         ({"env": {"kind": "frozenlake"}}, r"env\.kind is each task's own"),
         ({"reward": {"kind": "exact_match"}}, r"reward\.kind is each task's own"),
         ({"tasks": [LAKE | {"weight": 0}]}, r"tasks\.0\.weight"),

@@ -6,7 +6,7 @@ started again anywhere (after a lost actor, for example) and is the same episode
 
 The protocol is async because real environments wait (for a browser, a sandbox, a judge); those here do
 not.  An environment never sees token ids, engines or weights: messages in, messages out.  It owns the
-reward: ``reward`` counts on the last observation of an episode only, and is finite.
+reward: ``reward`` counts on the last observation of an episode only, is finite, and no further from 0 than :data:`MAX_REWARD`.
 
 Text that is no legal action is the agent's mistake, not an error: the episode goes on (and its turns run
 out).  :class:`~rose.errors.TrainError` is for what the run cannot absorb: a task of another family, or a
@@ -26,6 +26,9 @@ Message = dict[str, str]
 """``{"role": ..., "content": ...}``, as in the OpenAI API."""
 
 Task = Mapping[str, Any]
+
+MAX_REWARD = 1e9
+"""That is trained on, of either sign.  A scheduler takes larger ones: it serves other trainers too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
