@@ -413,13 +413,19 @@ class SchedulerClient:
 
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         ``patience_s``: before the next of several addresses is asked, where that may be the one that answers by now; None: the usual.
+
+        Raises:
+            TrainError: ``body`` is not JSON: foreign code's task, or a mistake of ours.
         """
         longest_s = timeout_s
         if len(self._addresses.all) > 1:
             longest_s = min(timeout_s, PATIENCE_S if patience_s is None else patience_s)
         self._open()
         # By the standard encoder: what a tool answered may be no Unicode (the scheduler refuses it by name), a reward numpy's.
-        data = None if body is None else json.dumps(body, default=_table).encode()
+        try:
+            data = None if body is None else json.dumps(body, default=_table).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TrainError(f"cannot be sent as JSON: {error}", field=path) from error
         kind = {} if data is None else {"Content-Type": "application/json"}
         if params:
             path = f"{path}?{urlencode(params)}"
@@ -506,7 +512,7 @@ def _late(timeout_s: float) -> CapacityError:
 def _table(body: Any) -> dict[str, Any]:
     """A body as ``json`` takes it; what is None is not said."""
     if not isinstance(body, msgspec.Struct):
-        raise TypeError(f"{type(body).__name__} cannot be sent as JSON")
+        raise TypeError(f"{type(body).__name__} is not JSON")
     return {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
 
 

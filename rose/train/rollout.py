@@ -7,7 +7,7 @@ records them, and the trainer leases them.
 An episode that fails is played again, up to ``max_retries`` times.  Its trajectory is cancelled first, so that half an episode is
 never trained on.  After the last retry its group is given up and named in the report; other groups go on.  An episode fails when
 
-- its environment raises, or takes too long;
+- its environment raises, takes too long, or answers what is no observation (messages or info that are not JSON);
 - its reward fails, is not finite or is out of range (a failed reward is never reported as 0);
 - the engines fail one of its turns, or the turn runs out of time;
 - the scheduler cancels or forgets its trajectory, or refuses the content of a request.
@@ -39,6 +39,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from rose.errors import (
     CapacityError,
@@ -419,7 +421,7 @@ class EpisodeRunner:
                 if group.is_complete:
                     group.num_dropped += 1
                 raise
-            except RoseError:
+            except Exception:
                 if trajectory_id:
                     await self._let_go(trajectory_id)
                 raise
@@ -460,7 +462,7 @@ class EpisodeRunner:
                         text = f"the first prompt does not fit: {error}"
                         raise _EpisodeFailed(Cause.ENVIRONMENT, text) from error
                     # Outgrown, as long conversations do: it ends here, and is paid what it had.
-                    info = {**observation.info, "truncated": True}
+                    info = {**_info_of(observation), "truncated": True}
                     cut = replace(observation, done=True, success=False, info=info)
                     return await self._score(task, messages, cut), turn
                 messages.append({"role": "assistant", "content": text})
@@ -470,6 +472,7 @@ class EpisodeRunner:
             await self._close(environment)
 
     async def _score(self, task: Task, messages: list[Message], final: Observation) -> Observation:
+        final = replace(final, success=_success_of(final), info=_info_of(final))
         if self._rewarder is not None:
             try:
                 final = replace(final, reward=await self._rewarder.score(task, messages, final))
@@ -484,7 +487,13 @@ class EpisodeRunner:
                 found = await call()
             if not isinstance(found, Observation):
                 raise TypeError(f"gave {type(found).__name__}, not an Observation")
-            return found
+            if not isinstance(found.messages, list | tuple):
+                raise TypeError(f"gave {type(found.messages).__name__} for messages, not a tuple")
+            for message in found.messages:
+                if not isinstance(message, dict):
+                    raise TypeError(f"gave {type(message).__name__} for a message, not a dict")
+                json.dumps(message)
+            return replace(found, done=bool(found.done))
         except TimeoutError as error:
             raise _EpisodeFailed(
                 Cause.ENVIRONMENT, f"no answer within {self._params.step_timeout_s:g} s"
@@ -535,11 +544,27 @@ def _checked(final: Observation, reward_range: tuple[float, float]) -> Observati
         raise _EpisodeFailed(Cause.REWARD, f"reward {found} is not finite")
     if not low <= reward <= high:
         raise _EpisodeFailed(Cause.REWARD, f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
-    try:
-        json.dumps(final.info)
-    except (TypeError, ValueError) as error:
-        raise _EpisodeFailed(Cause.ENVIRONMENT, f"info is not JSON: {error}") from error
     return final
+
+
+def _success_of(final: Observation) -> bool:
+    """Numpy's too: what ``reward > 0`` is of a reward of its own."""
+    if not isinstance(final.success, bool | np.bool_):
+        text = f"gave {type(final.success).__name__} for success, not a bool"
+        raise _EpisodeFailed(Cause.ENVIRONMENT, text)
+    return bool(final.success)
+
+
+def _info_of(last: Observation) -> dict[str, Any]:
+    """Asked for at the end alone: before it nobody reads what is there."""
+    if not isinstance(last.info, dict):
+        text = f"gave {type(last.info).__name__} for info, not a dict"
+        raise _EpisodeFailed(Cause.ENVIRONMENT, text)
+    try:
+        json.dumps(last.info)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _EpisodeFailed(Cause.ENVIRONMENT, f"info is not JSON: {error}") from error
+    return last.info
 
 
 class _GroupRun:

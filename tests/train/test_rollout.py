@@ -192,36 +192,6 @@ async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world:
         assert len(await client.list_trajectories(job="flaky", state="cancelled")) == 1
 
 
-@pytest.mark.parametrize("fault", ["make", "call", "answer"])
-async def test_whatever_foreign_code_does_wrong_costs_one_episode(world: World, fault: str) -> None:
-    class Flaky(FrozenLakeFamily):
-        num_made = 0
-
-        def make(self) -> Any:
-            self.num_made += 1
-            if self.num_made > 1:
-                return super().make()
-            if fault == "make":
-                raise ConnectionError("no sandbox is free")
-            return Odd()
-
-    class Odd:
-        def reset(self, task: Any) -> Any:  # not even a coroutine
-            if fault == "call":
-                raise KeyError("task")
-            return self.nothing()
-
-        async def nothing(self) -> None:
-            return None
-
-        async def close(self) -> None: ...
-
-    family = Flaky(FrozenLakeParams())
-    async with client_of(world) as client:
-        report = await runner_of(world, client, family, job=f"odd-{fault}").run([group(family, size=2)])
-    assert (report.num_episodes, report.num_retries, report.failures) == (2, 1, ())
-
-
 class Talker:
     """An environment that never ends by itself, and says ``num_chars`` a turn."""
 
