@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def _empty_master(like: Any, device: torch.device) -> torch.nn.Parameter:
 
 def frozen_in(module: Any, source: Path, dtype: torch.dtype) -> None:
     """Hold ``module`` in ``dtype``, for nobody to train; what the folder ``source`` holds in fp32 stays as it is."""
-    kept = _kept_in(module, source, dtype)
+    kept = kept_in(module, source, dtype)
     _replace(
         module,
         {
@@ -162,7 +163,7 @@ def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -
 
     def write(staging: Path) -> None:
         ours = copy.deepcopy(module)
-        kept = _kept_in(module, source, dtype)
+        kept = kept_in(module, source, dtype)
         for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
             if tensor.is_floating_point() and name not in kept:
                 tensor.data = tensor.data.to(dtype)
@@ -183,7 +184,7 @@ def export_shards(module: Any, source: Path, target: Path, dtype: torch.dtype) -
     from transformers import AutoConfig
 
     named = dict(module.named_parameters())
-    kept = _kept_in(module, source, dtype)
+    kept = kept_in(module, source, dtype)
     types = {name: torch.float32 if name in kept else dtype for name in named}
     files: list[list[str]] = [[]]
     size = 0
@@ -242,7 +243,7 @@ def _export(source: Path, target: Path, write: Callable[[Path], None]) -> None:
         raise TrainError(f"{target} cannot be written: {error}", field="export") from error
 
 
-def _kept_in(module: Any, source: Path, dtype: torch.dtype) -> set[str]:
+def kept_in(module: Any, source: Path, dtype: torch.dtype) -> set[str]:
     """Names in ``module`` of what its folder holds in fp32 although it is in ``dtype``."""
     kept = set(kept_names(source, str(dtype).removeprefix("torch.")))
     if not kept:
@@ -253,6 +254,13 @@ def _kept_in(module: Any, source: Path, dtype: torch.dtype) -> set[str]:
         return set(revert_weight_conversion(module, {name: torch.empty(tensor.shape, device="meta")}))
 
     return {name for name, tensor in module.state_dict().items() if kept & in_folder(name, tensor)}
+
+
+def computed_in_fp32(module: Any, names: Set[str]) -> set[str]:
+    """Those of ``names`` that the family's own code computes with in fp32 whatever type the rest has.  Elsewhere types may not be mixed: a norm in fp32
+    gives its layer's products what they do not take."""
+    patterns = [re.compile(one) for one in getattr(module, "_keep_in_fp32_modules_strict", None) or ()]
+    return {name for name in names if any(one.search(name) for one in patterns)}
 
 
 def _check_folder(model_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The policy's weights: fp32 masters for the optimiser, and the model that computes with them.
 
 The optimiser moves *masters* in fp32.  The forward pass uses them rounded to ``policy_dtype``, the type in which the
-engine holds them, so that trainer and engine compute the same policy; gradients pass the rounding unchanged.
+engine holds them, so that trainer and engine compute the same policy; gradients pass the rounding unchanged.  What the model's folder
+holds in fp32 although the rest is in bf16 (routers), engines hold in fp32 too: it is not rounded.
 Products are computed in ``compute_dtype``: bf16 on GPUs and fp32 on CPUs unless told otherwise (there as near to the engine as bf16 products
 are, and faster).
 
@@ -16,6 +17,7 @@ Every method with "all ranks" in its docstring is a collective: each rank calls 
 from __future__ import annotations
 
 import copy
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +31,13 @@ from rose.train.batch import Minibatch
 from rose.train.checkpoint import Checkpoint, read_into
 from rose.train.checkpoint_folder import Trained, check_fits
 from rose.train.loading import (
+    computed_in_fp32,
     empty_modules,
     export_module,
     export_shards,
     fill_shards,
     frozen_in,
+    kept_in,
     load_module,
     master_of,
     sharded_masters,
@@ -90,10 +94,12 @@ class FrozenModel(ComputingModel):
         else:
             computing = load_module(model_path).requires_grad_(False)
             self._policy = _Policy(computing)
-        for tensor in computing.parameters():
-            local_of(tensor).copy_(local_of(tensor).to(self._policy_dtype))
+        kept = kept_in(computing, model_path, self._policy_dtype)
+        for name, tensor in computing.named_parameters():
+            if name not in kept:
+                local_of(tensor).copy_(local_of(tensor).to(self._policy_dtype))
         if self.world_size == 1:
-            _in_dtype(computing, self._compute_dtype).to(self.device)
+            _in_dtype(computing, self._compute_dtype, computed_in_fp32(computing, kept)).to(self.device)
         computing.eval()
 
 
@@ -139,10 +145,12 @@ class PolicyModel(ComputingModel):
             self.module: Any = sharded_masters(skeleton, base, model_path, masters_on)
         else:
             self.module = load_module(model_path).to(masters_on)
+        kept = kept_in(self.module, model_path, self._policy_dtype)
+        if self.world_size == 1:
             computing = copy.deepcopy(self.module)
             if lora is not None:  # what the engine holds is what adapters are added to
-                _in_dtype(computing, self._policy_dtype)
-            computing = _in_dtype(computing, self._compute_dtype).to(self.device)
+                _in_dtype(computing, self._policy_dtype, kept)
+            _in_dtype(computing, self._compute_dtype, computed_in_fp32(computing, kept)).to(self.device)
             if lora is not None:
                 inject(computing, lora)
             self._policy = _Policy(computing)
@@ -166,13 +174,17 @@ class PolicyModel(ComputingModel):
         self._named: list[tuple[str, Any]] = list(self.module.named_parameters())
         """What is trained.  Tied tensors come once."""
         if lora is not None:
-            for (_, whole), tensor in zip(self._named, base.values(), strict=True):
-                local_of(tensor).detach().copy_(local_of(whole.detach()).to(self._policy_dtype))
+            for (name, whole), tensor in zip(self._named, base.values(), strict=True):
+                rounding = torch.float32 if name in kept else self._policy_dtype
+                local_of(tensor).detach().copy_(local_of(whole.detach()).to(rounding))
             frozen_in(self.module, model_path, self._policy_dtype)
             self._named = [(name, master_of(tensor, masters_on)) for name, tensor in adapters.items()]
         trained = base if lora is None else adapters
         self.masters: list[Any] = [tensor for _, tensor in self._named]
         self._pairs = list(zip(self.masters, trained.values(), strict=True))
+        # Engines never hold an adapter: it is not rounded to their type.
+        roundings = {name: torch.float32 if name in kept else self._policy_dtype for name, _ in self._named}
+        self._roundings = [self._compute_dtype if lora else roundings[name] for name, _ in self._named]
         self.round_weights()
         self.merge()
         _check_output_layer(self._policy, model_path, self.device)
@@ -195,9 +207,8 @@ class PolicyModel(ComputingModel):
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Compute with the masters as they are now.  Engines never hold an adapter: it is not rounded to their type."""
-        rounding = self._policy_dtype if self._lora is None else self._compute_dtype
-        for master, tensor in self._pairs:
+        """Compute with the masters as they are now."""
+        for (master, tensor), rounding in zip(self._pairs, self._roundings, strict=True):
             local_of(tensor).copy_(local_of(master).to(rounding))
 
     def merge(self) -> None:
@@ -337,10 +348,11 @@ def _sharded_as(local: Tensor, like: Any) -> Any:
     )
 
 
-def _in_dtype(module: Any, dtype: torch.dtype) -> Any:
-    """Parameters alone: what a model computes its positions from stays in fp32, as in the engine."""
-    for tensor in module.parameters():
-        tensor.data = tensor.data.to(dtype)
+def _in_dtype(module: Any, dtype: torch.dtype, but: Set[str]) -> Any:
+    """Parameters alone, and of these not ``but``: what a model computes its positions from stays in fp32, as in the engine."""
+    for name, tensor in module.named_parameters():
+        if name not in but:
+            tensor.data = tensor.data.to(dtype)
     return module
 
 

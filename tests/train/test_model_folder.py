@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.auth import Tokens
 from rose.errors import ConfigError
+from rose.train.adapter import LoraParams, parameters_of
 from rose.train.build import make_publisher
 from rose.train.check import check_job
 from rose.train.loading import empty_modules, export_module, load_module
+from rose.train.model import Dtype, FrozenModel, PolicyModel
 from rose.train.model_folder import identity_of
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
@@ -191,3 +193,39 @@ def test_what_the_folder_holds_in_fp32_is_exported_in_fp32(with_fp32: Path, tmp_
         assert after[name].dtype == tensor.dtype, name
         assert torch.equal(after[name], tensor), name
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+ERNIE = {
+    "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 0, "moe_num_shared_experts": 1,
+}  # fmt: skip
+"""Its routers, correction and all, are parameters in float32."""
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["trained", "adapters", "frozen"])
+def test_what_the_folder_holds_in_fp32_is_computed_with_in_fp32(
+    tmp_path: Path, kind: str, compute_dtype: Dtype
+) -> None:
+    """As by an engine: rounded routers choose other experts."""
+    folder = saved("ernie4_5_moe", tmp_path / "model", **ERNIE)
+    weights = load_file(folder / "model.safetensors")
+    fine = {name: torch.rand(one.shape) / 3 for name, one in weights.items() if one.dtype == torch.float32}
+    assert sorted(name.partition("mlp.")[2] for name in fine) == [
+        "gate.weight",
+        "moe_statics.e_score_correction_bias",
+    ]
+    save_file(weights | fine, folder / "model.safetensors", {"format": "pt"})
+
+    types: dict[str, Any] = {"policy_dtype": "bfloat16", "compute_dtype": compute_dtype, "device": "cpu"}
+    if kind == "frozen":
+        computing = FrozenModel(folder, **types)._policy.model
+    else:
+        lora = LoraParams(rank=2, alpha=4.0, targets=("q_proj",)) if kind == "adapters" else None
+        computing = PolicyModel(folder, **types, lora=lora).computing
+
+    held = {name.rpartition("mlp.")[2]: tensor for name, tensor in parameters_of(computing)[0].items()}
+    for name, tensor in fine.items():
+        found = held[name.partition("mlp.")[2].replace("moe_statics", "gate.moe_statics")]
+        assert torch.equal(found.detach(), tensor), name
+    coarse = held["gate_proj.weight" if "gate_proj.weight" in held else "shared_experts.gate_proj.weight"]
+    assert torch.equal(coarse.float(), coarse.bfloat16().float())
