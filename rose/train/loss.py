@@ -218,11 +218,12 @@ def kl_estimate(current_N: Tensor, reference_N: Tensor, kind: Literal["k2", "k3"
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """Kish's effective sample size of importance weights, as a fraction of their number: 1 when all are equal."""
+    """Kish's effective sample size of importance weights, as a fraction of their number: 1 when all are equal, 0 when all are 0."""
     if weights.numel() == 0:
         return 1.0
     weights = weights.double()
-    return float(weights.sum().square() / (weights.square().sum() * weights.numel()))
+    squares = float(weights.square().sum())
+    return float(weights.sum().square()) / (squares * weights.numel()) if squares else 0.0
 
 
 MAX_MISMATCH = 300.0

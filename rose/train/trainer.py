@@ -222,12 +222,12 @@ class TorchTrainer:
             probe = self._probe(samples)
             totals.share = self._guard.share_of(chosen.num_solved, chosen.num_groups)
             for done, part in enumerate(minibatches, start=1):
-                self._set_rate(rate * totals.share * self._guard.rate_factor, totals)
+                self._set_rate(rate * totals.share * self._guard.rate_factor)
                 active = [index for index in part if index in chosen.active]
                 found = early or self._gradients(active, samples, owners, advantages, proximal, reference)
                 sizes, wholes = [len(samples[one].positions) for one in part], [episodes[one] for one in part]
-                self._apply(found, share_divisor(sizes, wholes, params.loss.aggregation), totals)
-                if probe:
+                moved = self._apply(found, share_divisor(sizes, wholes, params.loss.aggregation), totals)
+                if probe and moved:
                     allowed = self._guard.allowed(done, len(minibatches), totals.share)
                     self._hold_back(probe, samples, owners, proximal, allowed, totals)
             self._policy.merge()
@@ -508,21 +508,25 @@ class TorchTrainer:
             found.num_tokens += batch.num_tokens
         return found
 
-    def _apply(self, found: Totals, divisor: float, totals: Totals) -> None:
-        """One update by the gradients of a minibatch, which are divided first."""
+    def _apply(self, found: Totals, divisor: float, totals: Totals) -> bool:
+        """One update by the gradients of a minibatch, which are divided first; whether there was anything to update by, on all ranks the same."""
         for master in self._policy.masters:
             if master.grad is not None:
                 local_of(master.grad).div_(divisor)
         found.add_ranks(self._policy.world_size)
-        totals.loss += found.loss / divisor
         totals.num_held += found.num_held
         totals.num_tokens += found.num_tokens
         totals.grad_limit = self._guard.grad_limit(self.params.max_grad_norm)
         norm = self._update(totals.grad_limit)
+        if norm == 0.0:
+            return False
+        totals.loss += found.loss / divisor
+        totals.rate += self._optimizer.param_groups[0]["lr"]
         self._guard.saw(norm)
         totals.grad_norm += norm
         totals.num_clipped += norm > totals.grad_limit
         totals.num_updates += 1
+        return True
 
     def _probe(self, samples: Sequence[TrainingSequence]) -> list[int]:
         """Indices of the sequences on which the guard measures; none where it does not.  A third of an update's work at most, unless groups are many."""
@@ -531,10 +535,9 @@ class TorchTrainer:
         groups = [sample.group_id for sample in samples]
         return probe_of(groups, self.params.minibatch_sequences, self._step_index)
 
-    def _set_rate(self, rate: float, totals: Totals) -> None:
+    def _set_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        totals.rate += rate
 
     def _hold_back(
         self,
@@ -564,13 +567,16 @@ class TorchTrainer:
         self._guard.updated(totals.update_kl, allowed, shortened=kept < 1.0)
 
     def _update(self, limit: float) -> float:
-        """Clip, step, round; returns the gradient norm before clipping."""
+        """Clip, step, round; returns the gradient norm before clipping.  Of 0 nothing is done: AdamW would go on by what it remembers, and decay weights."""
         found = torch.nn.utils.clip_grad_norm_(self._policy.masters, limit)
         norm = float(whole_of(found))
         if not norm < float("inf"):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainError(f"gradient norm is {norm}", field="grad_norm", fix="lower trainer.learning_rate")
         self._moved = [tensor for tensor in self._policy.masters if tensor.grad is not None]
+        if norm == 0.0:
+            self._optimizer.zero_grad(set_to_none=True)
+            return norm
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._policy.round_weights()

@@ -206,6 +206,11 @@ def test_effective_sample_size_is_that_of_kish() -> None:
     assert effective_sample_size(torch.tensor([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
 
 
+def test_of_a_batch_whose_every_token_is_masked_nothing_is_effective() -> None:
+    """And no NaN: what is told of a step is JSON."""
+    assert effective_sample_size(torch.zeros(4)) == 0.0
+
+
 def test_a_group_of_equal_rewards_teaches_nothing() -> None:
     assert group_advantages({"a": 0.3, "b": 0.3}, {"a": "g", "b": "g"}) == {"a": 0.0, "b": 0.0}
 

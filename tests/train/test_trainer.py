@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,32 @@ def test_a_large_epsilon_moves_weights_by_the_size_of_their_gradients(policy_mod
 
 def test_a_single_update_takes_the_whole_batch_at_once(trainer: TorchTrainer) -> None:
     assert trainer.step(samples(3), single_update=True).num_updates == 1
+
+
+def test_a_batch_without_any_gradient_moves_nothing(policy_model: Path) -> None:
+    """Not by the momentum of the steps before, and the guard has no norm of it: what it clips at would be 0 in the end."""
+    masked = LossParams(correction="token_mask", truncation=2.0)
+    trainer = TorchTrainer(
+        policy_model, TrainerParams(learning_rate=1e-3, weight_decay=0.1, minibatch_sequences=8, loss=masked)
+    )
+    batch = samples(3)
+    trainer.step(
+        [
+            replace(one, logprobs=tuple(found.tolist()))
+            for one, found in zip(batch, trainer.log_probs(batch), strict=True)
+        ]
+    )
+    before, norms = weights(trainer), trainer._guard.norms
+    assert norms
+
+    far = [replace(one, logprobs=(-50.0,) * len(one.logprobs)) for one in samples(4)]
+    report = trainer.step(far)
+
+    assert equal(weights(trainer), before)
+    assert trainer._guard.norms == norms
+    assert (report.num_updates, report.grad_norm, report.ess) == (0, 0.0, 0.0)
+    assert (report.learning_rate, report.clip_fraction) == (1e-3, 0.0)
+    json.dumps(asdict(report), allow_nan=False)
 
 
 def test_the_same_batch_in_any_order_gives_the_same_weights(policy_model: Path) -> None:
