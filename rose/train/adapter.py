@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -178,7 +179,8 @@ def write_adapter(tensors: Mapping[str, Tensor], params: LoraParams, base: Path,
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         shutil.rmtree(target, ignore_errors=True)
         staging.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
         raise TrainError(f"{target} cannot be written: {error}", field="export") from error
 
 

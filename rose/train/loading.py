@@ -239,7 +239,8 @@ def _export(source: Path, target: Path, write: Callable[[Path], None]) -> None:
                 shutil.copy2(path, staging / path.name)
         shutil.rmtree(target, ignore_errors=True)
         staging.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)  # a disk may be full of it
         raise TrainError(f"{target} cannot be written: {error}", field="export") from error
 
 

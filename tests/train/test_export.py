@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rose.cli import app
 from rose.config import load_config, validate
-from rose.errors import ConfigError
+from rose.errors import ConfigError, TrainError
+from rose.train import adapter, loading
 from rose.train import checkpoint as checkpoints
+from rose.train.adapter import LoraParams
 from rose.train.batch import samples_of
 from rose.train.build import torch_trainer
 from rose.train.train_config import TrainConfig
@@ -97,6 +104,58 @@ def test_checkpoints_of_which_none_can_be_read_are_told_apart_from_none(
     (path / "state.json").write_text("{}")
     done: Any = CliRunner().invoke(app, ["train", "--config", str(file), "--export", "last"])
     assert "step-000001.1: schema" in str(done.exception)
+
+
+def test_a_disk_that_fills_up_is_told_in_a_line_and_keeps_nothing_of_the_export(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    """A file may have no more than so many bytes here: safetensors says so with an exception of its own."""
+    file = job(tmp_path, policy_model)
+    config = load_config(TrainConfig, file)
+    captured = torch_trainer(config).capture(attempt=1, version=0, consumed={})
+    checkpoints.save(replace(captured, step=1), config.output_dir / "checkpoints")
+    most = 64 << 10
+    command = [sys.executable, "-m", "rose.cli", "train", "--config", str(file), "--export", "last"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+        timeout=550,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert f"{config.output_dir / 'model'} cannot be written: " in done.stderr
+    assert done.returncode != 0
+    assert sorted(path.name for path in config.output_dir.iterdir()) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: no space"), OSError(errno.ENOSPC, "no space")])
+def test_an_adapter_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(adapter, "save_file", full)
+    params = LoraParams(rank=2, alpha=4.0)
+    tensors = {"layer.lora_A.weight": torch.zeros(2, 4), "layer.lora_B.weight": torch.zeros(4, 2)}
+    with pytest.raises(TrainError, match=r"export: .*adapter cannot be written: .*no space"):
+        adapter.write_adapter(tensors, params, tmp_path, tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_by_the_system_leaves_nothing_of_the_export_behind(
+    tmp_path: Path, policy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(loading.shutil, "copy2", full)
+    with pytest.raises(TrainError, match=r"model cannot be written: .*no space"):
+        loading.export_module(
+            loading.load_module(policy_model), policy_model, tmp_path / "model", torch.bfloat16
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_keeps_no_best_cannot_export_it() -> None:
