@@ -59,10 +59,10 @@ def load_module(model_path: Path) -> Any:
 def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The same model twice: its skeleton (parameters on ``meta``), and one whose parameters, in ``dtype``, hold nothing yet.
 
-    Memory that nobody has written to is not taken from the system.  Buffers are there.
+    Memory that nobody has written to is not taken from the system.  Buffers are there, as ``model_path`` has them.  All ranks.
 
     Raises:
-        ConfigError: No model, or a mixture of experts.
+        ConfigError: No model, or a mixture of experts, or the folder's safetensors files lack a buffer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,6 +81,8 @@ def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         for name, tensor in module.named_parameters()
     }
     _replace(module, empty)
+    for one in (skeleton, module):
+        fill_shards(_buffers_of(one), model_path)
     return skeleton, module
 
 
@@ -100,12 +102,21 @@ def sharded_masters(skeleton: Any, like: Mapping[str, Any], model_path: Path, de
     return skeleton
 
 
+def _buffers_of(module: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds beside parameters: numbers that nobody trains."""
+    held = module.state_dict().keys()
+    named = module.named_buffers()
+    return {name: one for name, one in named if name in held and one.is_floating_point()}
+
+
 def fill_shards(tensors: Mapping[str, Any], model_path: Path) -> None:
     """Read this rank's part of each tensor from ``model_path``, into its own type.  All ranks.
 
     Raises:
         ConfigError: The folder's safetensors files lack a tensor, or have it in another shape.
     """
+    if not tensors:
+        return
     try:
         read_into({name: tensor.detach() for name, tensor in tensors.items()}, model_path)
     except TrainError as error:

@@ -511,6 +511,35 @@ def test_several_files_of_a_folder_are_read_by_shards_as_one_process_reads_them(
         assert torch.equal(empty.eval()(ids_BT).logits, whole.eval()(ids_BT).logits)
 
 
+def test_buffers_of_a_folder_are_read_by_shards_too(tmp_path: Path) -> None:
+    """Gemma 4 multiplies what each layer gives by one: as it is made, that is 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    more = {
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 64,
+    }
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **shape, **more))
+    scalars = [name for name, _ in made.named_buffers() if name.endswith("layer_scalar")]
+    for number, name in enumerate(scalars, start=1):
+        made.get_buffer(name).fill_(0.25 * number)
+    made.save_pretrained(tmp_path)
+
+    for one in empty_modules(tmp_path, torch.bfloat16):
+        assert [one.get_buffer(name).item() for name in scalars] == [0.25, 0.5]
+
+
 def test_a_folder_that_lacks_a_tensor_is_refused(policy_model: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="cannot be read"):
         checkpoints.read_into({"nowhere": torch.zeros(3)}, policy_model)
