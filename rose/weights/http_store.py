@@ -79,6 +79,18 @@ class _Stale(_Retry):
     """A kept connection that the relay had closed meanwhile: it says nothing of how the relay is."""
 
 
+class _Keys(msgspec.Struct):
+    keys: list[str]
+
+
+class _Runs(msgspec.Struct):
+    runs: list[str]
+
+
+class _Held(msgspec.Struct):
+    versions: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class _Address:
     host: str
@@ -247,13 +259,13 @@ class HttpStore:
         return {"Cache-Control": "no-cache"}
 
     def stat(self, key: str) -> ObjectStat:
-        _, headers = self._call("HEAD", f"/objects/{check_key(key)}", 0)
-        return ObjectStat(nbytes=int(headers["Content-Length"]))
+        length = self._call("HEAD", f"/objects/{check_key(key)}", 0, is_measured=True)[1]["Content-Length"]
+        return ObjectStat(nbytes=int(length))
 
     def list(self, prefix: str) -> list[str]:
         query = urlencode({"prefix": check_prefix(prefix)})
         data, _ = self._call("GET", f"/objects?{query}", MAX_LIST_BYTES)
-        return _decode(data, dict[str, list[str]])["keys"]
+        return _decode(data, _Keys).keys
 
     def delete(self, key: str) -> bool:
         try:
@@ -276,7 +288,7 @@ class HttpStore:
 
     def runs(self) -> list[str]:
         data, _ = self._call("GET", "/runs", MAX_LIST_BYTES)
-        return _decode(data, dict[str, list[str]])["runs"]
+        return _decode(data, _Runs).runs
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         query = {} if after is None else {"after": str(after)}
@@ -321,7 +333,11 @@ class HttpStore:
 
     def leases(self, run_id: str) -> list[WeightVersion]:
         data, _ = self._call("GET", f"/leases?{urlencode({'run_id': check_run_id(run_id)})}", MAX_LIST_BYTES)
-        return [WeightVersion.parse(text) for text in _decode(data, dict[str, list[str]])["versions"]]
+        texts = _decode(data, _Held).versions
+        try:
+            return [WeightVersion.parse(text) for text in texts]
+        except RequestError as error:
+            raise _nonsense(error) from None
 
     # -- transport
 
@@ -337,12 +353,16 @@ class HttpStore:
         body: Buffer | None = None,
         *,
         patience_s: float | None = None,
+        is_measured: bool = False,
     ) -> tuple[bytes, Mapping[str, str]]:
-        """A request that may simply be repeated, with a small answer."""
+        """A request that may simply be repeated, with a small answer.  ``is_measured``: one that says no length is none."""
         patience = self._patience(patience_s)
         while True:
             try:
-                return self._send(method, path, body=body, max_bytes=max_bytes)
+                data, headers = self._send(method, path, body=body, max_bytes=max_bytes)
+                if is_measured and not (headers["Content-Length"] or "").isdecimal():
+                    raise _Retry("answer without a length")
+                return data, headers
             except _Retry as error:
                 patience.pause(self.url, error)
 
@@ -535,4 +555,8 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise SectionCorrupt(f"relay answered nonsense: {error}", field="relay") from None
+        raise _nonsense(error) from None
+
+
+def _nonsense(error: Exception) -> SectionCorrupt:
+    return SectionCorrupt(f"relay answered nonsense: {error}", field="relay")

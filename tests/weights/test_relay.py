@@ -506,6 +506,30 @@ def test_a_server_that_is_no_relay_is_survived(answer: bytes, error: type[Except
         HttpStore(server.url, "token", timeout_s=2, patience_s=0.2).get_head("run")
 
 
+def answer_of(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ask", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", lambda store: store.stat("run/a"), CapacityError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", lambda store: store.stat("run/a"), CapacityError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", lambda store: store.stat("run/a"), CapacityError),
+        (answer_of(b"{}"), lambda store: store.list("run/"), SectionCorrupt),
+        (answer_of(b'{"keys": [1]}'), lambda store: store.list("run/"), SectionCorrupt),
+        (answer_of(b"{}"), lambda store: store.runs(), SectionCorrupt),
+        (answer_of(b"{}"), lambda store: store.leases("run"), SectionCorrupt),
+        (answer_of(b'{"versions": ["new"]}'), lambda store: store.leases("run"), SectionCorrupt),
+    ],
+)  # fmt: skip
+def test_an_answer_that_makes_no_sense_is_an_error_of_the_stores_own(
+    answer: bytes, ask: Callable[[HttpStore], object], error: type[Exception]
+) -> None:
+    with Nonsense(answer) as server, pytest.raises(error):
+        ask(HttpStore(server.url, "token", timeout_s=2, patience_s=0.2))
+
+
 # --- the process ------------------------------------------------------------------------------------------
 
 
