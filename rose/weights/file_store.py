@@ -15,7 +15,7 @@ from typing import BinaryIO
 from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
 from rose.weights import manifest
-from rose.weights.leases import LeaseLog
+from rose.weights.leases import MAX_LEASE_S, LeaseLog
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
     MAX_HEAD_BYTES,
@@ -27,6 +27,9 @@ from rose.weights.store import (
     check_prefix,
     check_range,
 )
+
+MAX_HEADLESS_RUNS = 1024
+"""Runs that have leases and no head: a lease may come before the first head, and whoever may read may name any run."""
 
 
 class Upload:
@@ -267,6 +270,11 @@ class FileStore(WakesReaders):
         check_lease(run_id, holder, ttl_s)
         now_s = time.time()
         with self._lease_lock:
+            if not (self._runs / run_id).is_dir():
+                if version is None:
+                    return
+                self._leases.pop(run_id, None)  # another process made room
+                self._check_headless(run_id, now_s)
             self._lease_log(run_id).hold(holder, version, now_s + ttl_s, now_s)
 
     def leases(self, run_id: str) -> list[WeightVersion]:
@@ -274,6 +282,25 @@ class FileStore(WakesReaders):
             return []
         with self._lease_lock:
             return self._lease_log(run_id).held(time.time())
+
+    def _check_headless(self, run_id: str, now_s: float) -> None:
+        """Raises CapacityError where no new run may be named by a lease."""
+        headless = [path for path in self._runs.iterdir() if not (path / "head.json").exists()]
+        if len(headless) < MAX_HEADLESS_RUNS:
+            return
+        over = [path for path in headless if _is_over(path, now_s)]
+        for path in over:
+            self._leases.pop(path.name, None)
+            for name in ("leases.log", "leases.lock"):
+                (path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a run that a publisher is about to begin
+                path.rmdir()
+        if len(headless) - len(over) >= MAX_HEADLESS_RUNS:
+            raise CapacityError(
+                f"{run_id!r} has no head yet, nor have {MAX_HEADLESS_RUNS} other runs with leases",
+                status=429,
+                field="run_id",
+            )
 
     def _lease_log(self, run_id: str) -> LeaseLog:
         log = self._leases.get(run_id)
@@ -303,6 +330,14 @@ class FileStore(WakesReaders):
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _is_over(folder: Path, now_s: float) -> bool:
+    """Whether the last lease of a run was written so long ago that none can be held any more."""
+    try:
+        return (folder / "leases.log").stat().st_mtime < now_s - MAX_LEASE_S
+    except OSError:
+        return False
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

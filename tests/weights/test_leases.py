@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 
 from rose.errors import CapacityError
 from rose.lineage import WeightVersion
-from rose.weights.leases import LeaseBook, LeaseLog
+from rose.weights import file_store
+from rose.weights.file_store import FileStore
+from rose.weights.leases import MAX_LEASE_S, LeaseBook, LeaseLog
+from tests.weights.test_stores import head
 
 ONE, TWO = WeightVersion(1, 1), WeightVersion(1, 2)
 
@@ -123,3 +127,45 @@ def test_a_full_disk_is_said_and_forgotten(tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.status == 507
     log.hold("c", TWO, 50.0, 2.0)
     assert log.held(3.0) == LeaseLog(tmp_path).held(3.0) == [ONE, TWO]
+
+
+def test_runs_that_only_readers_name_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease may come before the first head, and costs a folder: a reading token is good for so many."""
+    monkeypatch.setattr(file_store, "MAX_HEADLESS_RUNS", 3, raising=False)
+    store = FileStore(tmp_path, durable=False)
+    store.set_head(head("1.1", "led"), expected=None)
+    for number in range(3):
+        store.lease(f"run-{number}", "node", ONE, 60)
+
+    with pytest.raises(CapacityError, match="'run-3'"):
+        store.lease("run-3", "node", ONE, 60)
+
+    assert not (tmp_path / "runs" / "run-3").exists()
+    store.lease("run-1", "other", TWO, 60)
+    assert store.leases("run-1") == [ONE, TWO]
+    store.set_head(head("1.1", "run-3"), expected=None)
+    store.lease("run-3", "node", ONE, 60)
+    assert store.leases("run-3") == [ONE]
+
+
+def test_a_run_that_never_had_a_head_makes_room_when_its_leases_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_store, "MAX_HEADLESS_RUNS", 2, raising=False)
+    store = FileStore(tmp_path, durable=False)
+    for name in ("over", "held"):
+        store.lease(name, "node", ONE, 60)
+    log = tmp_path / "runs" / "over" / "leases.log"
+    long_ago_s = time.time() - 2 * MAX_LEASE_S
+    os.utime(log, (long_ago_s, long_ago_s))
+
+    store.lease("new", "node", ONE, 60)
+
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["held", "new"]
+    assert (store.leases("held"), store.leases("over")) == ([ONE], [])
+
+
+def test_who_lets_go_of_a_run_that_nobody_knows_makes_none(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, durable=False)
+    store.lease("run", "node", None, 60)
+    assert list((tmp_path / "runs").iterdir()) == []
