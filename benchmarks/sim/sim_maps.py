@@ -6,6 +6,8 @@ At a quarter of the paper's 8B GRPO cell, two steps, 14 seeds.  *Ablations*: ste
 with it, in four settings: the cell, bursts that production takes without help, bursts that are too much for it alone, and a
 memory-poor device.  *Maps*: gain of ROSE over the fixed system along one axis at a time, where it pays and where it loses.  Each
 figure is the mean of the seeds' ratios with its 95 % interval (Student's t); where the interval contains 1 the answer is open.
+A run has 2,400 s for its steps.  ``not_ended``: of the seeds, those whose run did not end them all; where a system of a ratio has such
+a seed there is no ratio, since the mean of the others is of the seeds that went well, and of a map the value is under ``not_ended_at``.
 Results are kept in the file as they come: start it again and it goes on.
 """
 
@@ -101,10 +103,8 @@ def run_point(changes: tuple[str, ...], system: str, seed: int) -> dict[str, Any
     scenario = scenario_of(changes, seed)
     arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
     row = summarize(simulate(scenario, system, arrivals=arrivals))
-    return {
-        key: row[key]
-        for key in ("step_s", "slo_missed", "ttft_p99_ms", "harvested_share", "cuts", "requeued")
-    }
+    found = {key: row[key] for key in ("slo_missed", "ttft_p99_ms", "harvested_share", "cuts", "requeued")}
+    return {"step_s": row["step_s"] if row["steps"] == scenario.num_steps else None, **found}
 
 
 def conclude(data: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +116,7 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
                 if key.startswith("ablation") and system not in ("rose", "fixed_sync")
                 else "fixed_sync"
             )
+            summary[f"{key}.{system}.not_ended"] = sum(row["step_s"] is None for row in seeds.values())
             missed = [row["slo_missed"] for row in seeds.values()]
             summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
             if system == "fixed_sync":
@@ -132,15 +133,10 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
                 }
             if other not in systems:
                 continue
-            ratios = [
-                (seeds[s]["step_s"] / systems[other][s]["step_s"])
-                if other == "rose"
-                else systems[other][s]["step_s"] / seeds[s]["step_s"]
-                for s in seeds
-                if s in systems[other] and seeds[s]["step_s"] and systems[other][s]["step_s"]
-            ]
-            if not ratios:
+            pairs = [(seeds[s]["step_s"], systems[other][s]["step_s"]) for s in seeds if s in systems[other]]
+            if not pairs or any(None in pair for pair in pairs):
                 continue
+            ratios = [mine / its if other == "rose" else its / mine for mine, its in pairs]
             name = f"{key}.{system}.{'time_over_rose' if other == 'rose' else 'gain_over_fixed'}"
             mean, half = mean_interval(ratios)
             summary[name] = round(mean, 3)
@@ -148,10 +144,13 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
             if len(ratios) > 1:
                 summary[f"{name}.low"], summary[f"{name}.high"] = round(mean - half, 3), round(mean + half, 3)
     for axis, (_, values) in AXES.items():
-        answers: dict[str, list[str]] = {"pays": [], "open": [], "loses": []}
+        answers: dict[str, list[str]] = {"pays": [], "open": [], "loses": [], "not_ended": []}
         for value in values:
-            name = f"map.{axis}.{value}.rose.gain_over_fixed"
-            if name in summary:
+            point = f"map.{axis}.{value}"
+            name = f"{point}.rose.gain_over_fixed"
+            if any(summary.get(f"{point}.{system}.not_ended") for system in ("rose", "fixed_sync")):
+                answers["not_ended"].append(str(value))
+            elif name in summary:
                 low, high = summary.get(f"{name}.low", 0.0), summary.get(f"{name}.high", math.inf)
                 answers["pays" if low > 1 else "loses" if high < 1 else "open"].append(str(value))
         summary |= {f"map.{axis}.{answer}_at": ", ".join(found) for answer, found in answers.items() if found}
