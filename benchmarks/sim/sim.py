@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -71,11 +72,12 @@ def fleet(report: Report, quick: bool) -> dict[str, Any]:
         for key in (
             "trained_tokens_per_s",
             "harvested_share",
-            "harvested_gpu_equivalents",
+            "worth_dedicated_engines",
             "slo_missed",
             "ttft_p99_ms",
         ):
-            found[f"fleet.{system.name}.{key}"] = round(system.summary[key], 5)
+            value = system.summary[key]
+            found[f"fleet.{system.name}.{key}"] = round(value, 5) if math.isfinite(value) else None
     return found
 
 

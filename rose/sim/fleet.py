@@ -4,6 +4,8 @@
 2. Serving is its expected rate, minute by minute over the run; rates are read off by linear interpolation.
 3. Sums over engines and minutes give tokens; training takes what it can; production's percentiles are those of the cells'
    requests, weighted by how much traffic the day has at each load.
+4. What a harvest is worth is read off :mod:`rose.sim.worth`, load by load: dedicated engines that the job would need more, to sample as
+   much.  Not what its tokens are over a dedicated engine's rate beside it: rollouts on other engines leave that one smaller batches.
 
 Left out: steps of synchronous training (their tails do not scale by rates), and any effect of a fleet's size on routing.
 ``benchmarks/sim/sim.py`` states the error against an exact run of 64 devices.
@@ -24,12 +26,13 @@ import numpy as np
 from rose.evaluation.charts import Series, legend, line_chart, linear_axis
 from rose.evaluation.page import whole_page, write_whole
 from rose.sim.arrivals import daily
-from rose.sim.cells import CellResult, run_cell
+from rose.sim.cells import CellResult, run_cell, run_dedicated
 from rose.sim.hardware import Hardware
 from rose.sim.job import TRAIN_FLOPS_PER_PARAM
 from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS
 from rose.sim.workload import make_script
+from rose.sim.worth import Yardstick, gpu_ratio, sizes, time_left, worth_of, yardstick_of
 
 BIN_S = 60.0
 
@@ -44,6 +47,7 @@ class FleetSystem:
     dedicated_tokens_s: list[float]
     harvested_tokens_s: list[float]
     summary: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    """``worth_dedicated_engines`` counts engines of ``fleet.rollout_gpus`` each; NaN where the job does not load the fleet."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,10 +62,17 @@ class FleetResult:
         ]
         for system in self.systems:
             s = system.summary
+            engines = s["worth_dedicated_engines"]
+            worth = "not told" if math.isnan(engines) else f"{engines:,.0f} dedicated engines"
             lines.append(
-                f"  {system.name:14} {s['trained_tokens_per_s']:12,.0f} trained tokens/s   harvested "
-                f"{s['harvested_share']:5.1%} = {s['harvested_gpu_equivalents']:7.1f} dedicated engines   "
+                f"  {system.name:14} {s['trained_tokens_per_s']:12,.0f} trained tokens/s   "
+                f"harvested {s['harvested_share']:5.1%}, worth {worth:23}   "
                 f"TTFT P99 {s['ttft_p99_ms']:5.0f} ms   SLO missed {s['slo_missed']:.2%}"
+            )
+        if any(math.isnan(system.summary["worth_dedicated_engines"]) for system in self.systems):
+            lines.append(
+                "  worth is not told: the job does not load the fleet, so any number of engines looks equal "
+                "(cells.in_flight_per_engine)"
             )
         return "\n".join(lines)
 
@@ -75,20 +86,32 @@ def simulate_fleet(
     low, high = float(load.min()), float(load.max())
     num = scenario.cells.loads if high > low * 1.001 else 1
     points = np.linspace(low, high, num)
-    done = 0
+    dedicated_only = sizes(scenario)
+    num_runs, done = len(points) * len(names) + len(dedicated_only), 0
+
+    def ended(cell: CellResult) -> CellResult:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done / num_runs)
+        return cell
+
+    yardstick = yardstick_of(
+        [ended(run_dedicated(scenario, scenario.seed, engines)) for engines in dedicated_only]
+    )
     systems: list[FleetSystem] = []
     for name in names:
-        cells: list[CellResult] = []
-        for index, point in enumerate(points):
-            cells.append(run_cell(scenario, name, float(point), scenario.seed + index))
-            done += 1
-            if progress is not None:
-                progress(done / (len(points) * len(names)))
-        systems.append(_fluid(scenario, name, cells, load))
+        cells = [
+            ended(run_cell(scenario, name, float(point), scenario.seed + index))
+            for index, point in enumerate(points)
+        ]
+        systems.append(_fluid(scenario, name, cells, load, yardstick))
     return FleetResult(scenario=scenario, systems=systems)
 
 
-def _fluid(scenario: Scenario, name: str, cells: list[CellResult], load: Any) -> FleetSystem:
+def _fluid(
+    scenario: Scenario, name: str, cells: list[CellResult], load: Any, yardstick: Yardstick
+) -> FleetSystem:
     fleet = scenario.fleet
     at = [cell.load for cell in cells]
     dedicated = fleet.dedicated * np.interp(load, at, [cell.dedicated_tokens_s for cell in cells])
@@ -106,11 +129,11 @@ def _fluid(scenario: Scenario, name: str, cells: list[CellResult], load: Any) ->
     # Each minute's requests come from the cells around its load: weights of the percentiles.
     weights = [float(np.interp(load, at, np.eye(len(at))[index]) @ load) for index in range(len(at))]
     missed = sum(weight * cell.slo_missed for weight, cell in zip(weights, cells, strict=True)) / sum(weights)
-    per_engine = float(np.mean([cell.dedicated_tokens_s for cell in cells]))
+    worths = [_worth(scenario, cell, yardstick) for cell in cells]
     summary = {
         "sampled_tokens_per_s": float(total.mean()),
         "harvested_share": float(harvested.sum() / total.sum()) if total.sum() else 0.0,
-        "harvested_gpu_equivalents": float(harvested.mean()) / per_engine if per_engine else 0.0,
+        "worth_dedicated_engines": fleet.serving * float(np.interp(load, at, worths).mean()),
         "rolled_tokens_per_s": rolled_tokens_s,
         "trained_tokens_per_s": min(rolled_tokens_s, train_tokens_s),
         "training_bound": float(train_tokens_s < rolled_tokens_s),
@@ -129,6 +152,13 @@ def _fluid(scenario: Scenario, name: str, cells: list[CellResult], load: Any) ->
         harvested_tokens_s=[float(value) for value in harvested],
         summary=summary,
     )
+
+
+def _worth(scenario: Scenario, cell: CellResult, yardstick: Yardstick) -> float:
+    """Dedicated engines a serving one; NaN where it is not told."""
+    worth = worth_of(cell, yardstick)
+    most = time_left(scenario, cell.serving_own) * gpu_ratio(scenario)
+    return math.nan if worth is None else min(worth, most)
 
 
 def _weighted(cells: list[CellResult], weights: list[float], q: float, name: str) -> float:

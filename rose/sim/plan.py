@@ -31,7 +31,7 @@ from rose.sim.plan_pool import ProcessPool
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, Misses, compare_misses
 from rose.sim.traffic import Traffic
-from rose.sim.worth import Yardstick, gpu_ratio, sizes, time_left, worth_of
+from rose.sim.worth import Yardstick, gpu_ratio, sizes, time_left, worth_of, yardstick_of
 
 HEADROOMS = (0.05, 0.1, 0.2, 0.3)
 SAFE_EXTRA = 0.001
@@ -476,14 +476,6 @@ def halved(task: Task) -> Task:
 def yardstick_tasks(task: Task) -> list[Task]:
     """What the task's worth is read off: see :class:`rose.sim.worth.Yardstick`."""
     return [replace(task, dedicated=size) for size in sizes(task.scenario)]
-
-
-def yardstick_of(results: Sequence[CellResult]) -> Yardstick:
-    """Of the results of :func:`yardstick_tasks`."""
-    return Yardstick(
-        engines=tuple(each.num_dedicated for each in results),
-        tokens_s=tuple(each.dedicated_tokens_s * each.num_dedicated for each in results),
-    )
 
 
 def cell_of(

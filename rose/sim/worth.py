@@ -12,6 +12,7 @@ engines looks equal, and worth is not told (:attr:`Yardstick.is_loaded`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,14 @@ def sizes(scenario: Scenario) -> list[int]:
     cells = scenario.cells
     most = cells.dedicated + max(1, math.ceil(cells.serving * gpu_ratio(scenario)))
     return sorted({round(size) for size in np.linspace(cells.dedicated, most, POINTS)})
+
+
+def yardstick_of(results: Sequence[CellResult]) -> Yardstick:
+    """Of the cells of these :func:`sizes`, each with dedicated engines only."""
+    return Yardstick(
+        engines=tuple(each.num_dedicated for each in results),
+        tokens_s=tuple(each.dedicated_tokens_s * each.num_dedicated for each in results),
+    )
 
 
 def gpu_ratio(scenario: Scenario) -> float:

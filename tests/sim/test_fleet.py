@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from rose.sim.fleet import simulate_fleet, write_fleet_report
 from rose.sim.scenario import Scenario
+from rose.sim.worth import time_left
 from tests.sim.test_world import TINY, tiny
 
 CELLS = {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 15.0, "loads": 2, "in_flight_per_engine": 4}
@@ -35,3 +37,32 @@ def test_a_fleet_s_rates_lie_between_those_of_its_cells(tmp_path: Path) -> None:
     assert max(system.dedicated_tokens_s) <= max(rates) + 1e-6
     paths = write_fleet_report(result, tmp_path)
     assert "<svg" in paths[1].read_text()
+
+
+@pytest.fixture
+def at_one_load() -> Scenario:
+    scenario = fleet_of(200, 50)
+    flat = scenario.serving.model_copy(update={"requests_per_s": 1.0, "daily_swing": 0.0})
+    return scenario.model_copy(update={"serving": flat})
+
+
+def test_a_harvest_is_worth_the_dedicated_engines_that_sample_as_much(at_one_load: Scenario) -> None:
+    """Not its tokens over a dedicated engine's rate beside it, whose batches the rollouts elsewhere make small: by that ``paper`` would be
+    worth more than ROSE, and more than the time that production leaves, though it samples less in all."""
+    cells = at_one_load.cells.model_copy(update={"in_flight_per_engine": 48})
+    loaded = at_one_load.model_copy(update={"cells": cells})
+
+    fixed, paper, rose = simulate_fleet(loaded, ("fixed_async", "paper", "rose")).systems
+
+    worths = [system.summary["worth_dedicated_engines"] for system in (fixed, paper, rose)]
+    assert paper.summary["sampled_tokens_per_s"] < rose.summary["sampled_tokens_per_s"]
+    assert 0.0 == worths[0] < worths[1] < worths[2]
+    for system, worth in zip((paper, rose), worths[1:], strict=True):
+        assert worth <= 200 * time_left(loaded, system.cells[0].serving_own)
+
+
+def test_a_harvest_s_worth_is_not_told_where_the_job_does_not_load_the_fleet(at_one_load: Scenario) -> None:
+    result = simulate_fleet(at_one_load, ("rose",))
+
+    assert math.isnan(result.systems[0].summary["worth_dedicated_engines"])
+    assert "worth not told" in result.text

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rose.sim.plan import Task, cell_of, make_plan, yardstick_of, yardstick_tasks
+from rose.sim.plan import Task, cell_of, make_plan, yardstick_tasks
 from rose.sim.plan_words import document
 from rose.sim.scenario import Scenario
 from rose.sim.traffic import GeneratedTraffic, generated
-from rose.sim.worth import LOADED, Yardstick, sizes, time_left, worth_of
+from rose.sim.worth import LOADED, Yardstick, sizes, time_left, worth_of, yardstick_of
 
 ENGINES = 16
 
