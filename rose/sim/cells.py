@@ -13,7 +13,7 @@ import numpy as np
 
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.scenario import Scenario
-from rose.sim.summary import answered_late
+from rose.sim.summary import count_missed
 from rose.sim.world import SimResult, simulate
 
 
@@ -28,6 +28,7 @@ class CellResult:
     harvested_tokens_s: float
     missed: int
     requests: int
+    """Answered, or late without an answer when the cell ended: those of which it is told whether they ``missed`` a limit."""
     ttft_s: tuple[float, ...]
     tpot_s: tuple[float, ...]
     cuts_per_min: float
@@ -117,14 +118,15 @@ def measure(run: SimResult, load: float, warm_s: float) -> CellResult:
     begin_s = before.at_s if before is not None else 0.0
     ttft = [(at, value) for at, value in run.ttft_s if at >= warm_s]
     tpot = [(at, value) for at, value in run.tpot_s if at >= warm_s]
+    missed, requests = count_missed(run, warm_s)
     return CellResult(
         load=load,
         num_dedicated=fleet.dedicated,
         num_serving=fleet.serving,
         dedicated_tokens_s=(last[0] - first[0]) / (run.duration_s - begin_s) / max(1, fleet.dedicated),
         harvested_tokens_s=(last[1] - first[1]) / (run.duration_s - begin_s) / max(1, fleet.serving),
-        missed=len(answered_late(run, warm_s)),
-        requests=len(ttft),
+        missed=missed,
+        requests=requests,
         ttft_s=tuple(value for _, value in ttft),
         tpot_s=tuple(value for _, value in tpot),
         cuts_per_min=run.counters.cuts / run.duration_s * 60.0 / max(1, fleet.serving),

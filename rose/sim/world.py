@@ -85,6 +85,8 @@ class SimResult:
     """Number of each request of production that missed a limit -> when it came; numbers are the same in all systems of a scenario."""
     arrived_s: Floats
     """When each of them came."""
+    late_unanswered: dict[int, float] = field(default_factory=lambda: dict[int, float]())
+    """Those of ``late`` that had no answer when the run ended."""
     relay_bytes: float = 0.0
     billed_gpu_s: float = 0.0
     """Dedicated, trainer and bought GPUs; harvested ones are paid for by production."""
@@ -525,6 +527,7 @@ def simulate(
     if check:
         world.check()
     now_s = world.queue.now_s
+    unanswered = world.unanswered_late(now_s)
     for name in list(world.alive_since):
         world.allocated_s += now_s - world.alive_since[name]
         if not world.cluster.nodes[name].registered:
@@ -555,7 +558,8 @@ def simulate(
         tpot_s=world.cluster.tpot_s,
         samples=world.samples,
         marks=_marks(steps),
-        late={**world.cluster.late, **world.unanswered_late(now_s)},
+        late={**world.cluster.late, **unanswered},
+        late_unanswered=unanswered,
         arrived_s=arrivals.at_s if arrivals is not None else np.zeros(0),
         relay_bytes=world.relay_bytes,
         billed_gpu_s=gpus * now_s + world.allocated_s * fleet.rollout_gpus,
@@ -585,15 +589,12 @@ def _few_collections() -> Iterator[None]:
 
 
 def _marks(steps: list[SimStep]) -> list[LaneSpan]:
-    marks: list[LaneSpan] = []
-    for step in steps:
-        marks.append(
-            LaneSpan(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s)
+    return [
+        LaneSpan(lane="step", name=f"{what} {step.number}", start_s=start_s, end_s=end_s)
+        for step in steps
+        for what, start_s, end_s in (
+            ("rollout", step.start_s, step.ready_s),
+            ("train", step.ready_s, step.trained_s),
+            ("weights", step.trained_s, step.end_s),
         )
-        marks.append(
-            LaneSpan(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s)
-        )
-        marks.append(
-            LaneSpan(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s)
-        )
-    return marks
+    ]

@@ -15,9 +15,10 @@ import pytest
 
 from rose.errors import ConfigError
 from rose.policy.worker import Health
+from rose.sim.cells import measure
 from rose.sim.events import EventDigest
 from rose.sim.scenario import Scenario
-from rose.sim.summary import SETTLE_S, compare_misses
+from rose.sim.summary import SETTLE_S, compare_misses, summarize
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import SimWorld, simulate
 
@@ -343,6 +344,23 @@ def test_misses_are_judged_request_by_request_over_the_window_of_both_runs() -> 
 
     assert (misses.num, misses.added, misses.mended, misses.share) == (4, 1, 1, 0.0)
     assert compare_misses(late, alone, arrived_s, end_s=SETTLE_S).share is None
+
+
+def test_requests_that_wait_for_too_long_at_the_end_are_misses() -> None:
+    """Where they pile up the late ones are those without an answer."""
+    crowded = tiny(
+        serving={"requests_per_s": 60.0}, num_steps=None, duration_s=30.0, trajectories_in_flight=4
+    )
+
+    run = simulate(crowded, "fixed_sync")
+
+    answered = {at_s for at_s, _ in run.ttft_s}
+    waiting = [at_s for at_s in run.late.values() if at_s not in answered]
+    assert len(waiting) > len(answered)
+    told = len(answered) + len(waiting)
+    assert summarize(run)["slo_missed"] == pytest.approx(len(run.late) / told, abs=1e-6)
+    cell = measure(run, 60.0, 0.0)
+    assert (cell.missed, cell.requests) == (len(run.late), told)
 
 
 def test_a_request_that_rollouts_delay_is_late_in_one_run_and_not_in_the_other() -> None:
