@@ -471,15 +471,14 @@ class SimWorld(Hooks):
         self.queue.run(scenario.duration_s, stop, every=512)
 
     def unanswered_late(self, now_s: float) -> dict[int, float]:
-        """Requests still in an engine at the end that have waited for their first token for too long already."""
+        """Requests still in an engine at the end that can no longer be in time: with their first token, or, if the last one came now, with those after it."""
         return {
             int(request.key[1:]): request.arrived_s
             for device in self.serving_devices
             if device.serving is not None
             for request in device.serving.requests.values()
-            if is_late(
-                (now_s if request.first_s is None else request.first_s) - request.arrived_s, device.slo_ttft_s
-            )
+            if is_late((request.first_s or now_s) - request.arrived_s, device.slo_ttft_s)
+            or is_late(request.token_s(now_s) or 0.0, device.slo_tpot_s)
         }
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rose.errors import ConfigError
 from rose.policy.worker import Health
+from rose.sim.arrivals import make_arrivals
 from rose.sim.cells import measure
 from rose.sim.events import EventDigest
 from rose.sim.scenario import Scenario
@@ -361,6 +362,22 @@ def test_requests_that_wait_for_too_long_at_the_end_are_misses() -> None:
     assert summarize(run)["slo_missed"] == pytest.approx(len(run.late) / told, abs=1e-6)
     cell = measure(run, 60.0, 0.0)
     assert (cell.missed, cell.requests) == (len(run.late), told)
+
+
+def test_a_request_whose_tokens_can_no_longer_come_in_time_is_late_before_its_answer() -> None:
+    """Told at the end of a run, and never of one that a longer run finds in time."""
+    serving = {"requests_per_s": 2.0, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 5.0}
+    longer = tiny(serving=serving, num_steps=None, duration_s=60.0, trajectories_in_flight=4)
+    arrivals = make_arrivals(longer.serving, longer.fleet.serving, 60.0, longer.seed)
+    shorter = longer.model_copy(update={"duration_s": 30.0})
+
+    short, long = (simulate(scenario, "fixed_sync", arrivals=arrivals) for scenario in (shorter, longer))
+
+    answered = {at_s for at_s, _ in short.ttft_s}
+    running = {number for number, at_s in enumerate(arrivals.at_s) if at_s < 30.0 and at_s not in answered}
+    assert running & long.late.keys()
+    assert short.late.keys() <= long.late.keys()
+    assert running & short.late.keys()
 
 
 def test_a_request_that_rollouts_delay_is_late_in_one_run_and_not_in_the_other() -> None:
