@@ -232,7 +232,8 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         "samples": [_pack(sample) for sample in samples],
         "blocks": [asdict(block) for block in blocks],
     }
-    return {**analyse(samples, blocks, config.slo(), args.arms), **details}
+    found = analyse(samples, blocks, config.slo(), args.arms, unanswered_by_arm=details["unanswered"])
+    return {**found, **details}
 
 
 def _burst(args: argparse.Namespace, segments: Any, timing: Timing) -> float | None:
@@ -345,13 +346,14 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
     blocks = [BlockRecord(**block) for d in documents for block in d["blocks"]]
     arms = [a for a in ARMS if all(a in d["arms_measured"] for d in documents)]
     settings = DemoConfig.model_validate({"production": documents[0]["settings"]["production"]})
+    lost = dict(sum((Counter(d.get("unanswered", {})) for d in documents), Counter[str]()))
     return {
-        **analyse(samples, blocks, settings.slo(), arms, _promised(documents)),
+        **analyse(samples, blocks, settings.slo(), arms, _promised(documents), lost),
         **{key: documents[0][key] for key in ("settings", "timing")},
         "workload": sorted({d["workload"] for d in documents}),
         "engine": engine,
         "dtype": dtype,
-        "unanswered": dict(sum((Counter(d.get("unanswered", {})) for d in documents), Counter())),
+        "unanswered": lost,
         "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
         "arms_measured": arms,
         "runs": [d["machine"] for d in documents],

@@ -130,6 +130,12 @@ class Limits:
         return sum(sample.violates(self.of(sample)) for sample in samples)
 
 
+def _common(*arms: Sequence[RequestLatency]) -> list[list[RequestLatency]]:
+    """Of each arm the requests that all of them have: a block that one left out is judged in none."""
+    indices = set.intersection(*({sample.index for sample in arm} for arm in arms))
+    return [[sample for sample in arm if sample.index in indices] for arm in arms]
+
+
 def _tight(mine: Sequence[RequestLatency], alone: Sequence[RequestLatency], limits: Limits) -> dict[str, Any]:
     """What became of the prompts that ``alone`` needed more than ``TIGHT`` of their limit for."""
     before = {s.index: s for s in alone if s.error is None and s.ttft_s > TIGHT * limits.of(s).ttft_s}
@@ -163,11 +169,15 @@ def analyse(
     slo: Slo,
     arms: Sequence[str],
     ttft_s: Mapping[int, float] | None = None,
+    unanswered_by_arm: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """``{"arms": {name: row}, "summary": {...}}``; a figure that could not be measured is None.
 
+    ``extra_violations`` and ``num_pairs`` are of the requests that the arm and both of production alone have.
+
     Args:
         ttft_s: First tokens that were promised otherwise than in ``slo``, by the run's number.
+        unanswered_by_arm: See :func:`unanswered`; an arm that has any meets no bar.
     """
     limits = Limits(slo, ttft_s)
     by_arm = {arm: [s for s in samples if s.phase == arm] for arm in arms}
@@ -196,7 +206,10 @@ def analyse(
         for metric in ("ttft", "itl", "stall"):
             for name, fraction in (("p50", 0.5), ("p99", 0.99)):
                 row[f"{metric}_{name}_ratio"] = _ratio(ratio(above, below, metric, fraction))
-        row["extra_violations"] = row["num_violations"] - violations_alone
+        mine, *twice = _common(by_arm[arm], by_arm[ALONE_1], by_arm[ALONE_2])
+        row["extra_violations"] = limits.misses(mine) - sum(map(limits.misses, twice)) / 2
+        row["num_pairs"] = len({sample.index for sample in mine})
+        row["unanswered"] = (unanswered_by_arm or {}).get(arm, 0)
         row["harvested_share"] = _share(blocks_of[arm], alone_blocks, blocks_of[SOLO])
         row["harvested_interval"] = _interval(blocks_of[arm], alone_blocks, blocks_of[SOLO])
         row["used_share"] = _used(blocks_of[arm])
@@ -207,7 +220,9 @@ def analyse(
         rows[arm] = row
     for ours, theirs in RIVALS.items():
         if ours in rows and theirs in rows:
-            rows[ours]["against_paper"] = against(rows[ours], rows[theirs], by_arm[ours], by_arm[theirs])
+            rows[ours]["against_paper"] = against(
+                rows[ours], rows[theirs], by_arm[ours], by_arm[theirs], limits
+            )
     summary = _summary(rows)
     summary |= {
         "serving_busy_fraction": busy,
@@ -215,7 +230,7 @@ def analyse(
         "serving_step_ms": step_ms,
         "solo_rollout_tokens_per_s": solo_rate,
         "violations_alone": violations_alone,
-        "num_pairs": len({s.index for s in alone}),
+        "num_pairs": min(row["num_pairs"] for row in rows.values()),
     }
     return {"arms": rows, "summary": summary}
 
@@ -262,7 +277,8 @@ def _stop_summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "stops_quick_share": with_stops["stops_quick_share"],
         "stop_rollout_tokens_ratio": tokens / before if tokens is not None and before else None,
     }
-    return {**found, "stop_bar_met": stop_verdict(found, with_stops["engine_kills"])}
+    met = stop_verdict(found, with_stops["engine_kills"])
+    return {**found, "stop_bar_met": met if met is None else met and not with_stops["unanswered"]}
 
 
 def stop_verdict(found: Mapping[str, Any], kills: float) -> bool | None:
@@ -287,11 +303,12 @@ def against(
     theirs: Mapping[str, Any],
     our_samples: Sequence[RequestLatency],
     their_samples: Sequence[RequestLatency],
+    limits: Limits,
 ) -> dict[str, Any]:
     """Ours beside the paper's way: P99 ratios over the same requests, and the figures in which one of both is ahead.
 
     Ahead is who has the interval of a ratio wholly on his side of 1, the intervals of harvested shares wholly above the other's, or
-    fewer violations.
+    fewer violations over the requests that both have.
     """
     ahead, behind, found = 0, 0, {}
     for metric in ("ttft", "itl"):
@@ -304,13 +321,16 @@ def against(
     mine, its = ours["harvested_interval"], theirs["harvested_interval"]
     if mine and its:
         ahead, behind = ahead + (mine[0] > its[1]), behind + (mine[1] < its[0])
-    fewer = theirs["num_violations"] - ours["num_violations"]
+    our_misses, their_misses = map(limits.misses, _common(our_samples, their_samples))
+    fewer = their_misses - our_misses
     ahead, behind = ahead + (fewer > 0), behind + (fewer < 0)
     return {**found, "ahead_of_paper_in": ahead, "behind_paper_in": behind}
 
 
 def judged(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """What docs/evidence.md says that co-serving is judged by: no margin on the noise."""
+    """What docs/evidence.md says that co-serving is judged by: no margin on the noise, and every request answered."""
+    if row["unanswered"]:
+        return False
     for metric in ("ttft", "itl"):
         found, limit = row[f"{metric}_p99_ratio"], noise[metric]
         if found is None or limit is None or found["high"] > max(BAR_RATIO, limit["high"]):
@@ -320,7 +340,9 @@ def judged(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | Non
 
 
 def verdict(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """The bar: both P99 ratios' upper bounds, no added violation, and the harvested share."""
+    """The bar: both P99 ratios' upper bounds, no added violation, every request answered, and the harvested share."""
+    if row["unanswered"]:
+        return False
     for metric in ("ttft", "itl"):
         found, limit = row[f"{metric}_p99_ratio"], noise[metric]
         if found is None or limit is None or found["high"] > max(BAR_RATIO, limit["high"] + NOISE_MARGIN):

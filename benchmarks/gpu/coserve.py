@@ -275,7 +275,8 @@ async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
     measured = {block.number for block in blocks}
     samples = coserve.label(to_samples(read_records(run.plan.records_path)), run.schedule, measured)
     arms = [arm for arm in ARMS if any(block.arm == arm for block in blocks)]
-    found = coserve.analyse(samples, blocks, run.config.slo(), arms)
+    lost = coserve.unanswered(samples, run.schedule, measured)
+    found = coserve.analyse(samples, blocks, run.config.slo(), arms, unanswered_by_arm=lost)
     details = {
         "workload": run.workload,
         "rate_hz": run.config.traffic.mean_rate_hz,

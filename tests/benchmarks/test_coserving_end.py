@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks import coserve
-from benchmarks.coserving.analysis import unanswered
+from benchmarks.coserving.analysis import BlockRecord, analyse, unanswered
 from benchmarks.coserving.plan import SOLO, Arm, Prefix, Schedule, Timing, make_schedule
 from benchmarks.coserving.world import answered
 from rose.demo.ui import Stages
 from rose.errors import ConfigError
-from rose.evaluation.arms import RequestLatency
+from rose.evaluation.arms import RequestLatency, Slo
 from rose.evaluation.arrivals import Arrival
 
 TIMING = Timing(lead_s=0.02, traffic_s=0.05, tail_s=0.01)
@@ -185,3 +185,56 @@ def test_requests_that_have_no_record_are_told_by_their_arm() -> None:
     ]
     assert unanswered(samples, plan, every) == {"alone_2": 1}
     assert unanswered(samples, plan, [0]) == {}
+
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.15)
+JUDGED = ("alone_1", "alone_2", "paper", "rose")
+
+
+def answers(arm: str, indices: Iterable[int], late: Collection[int] = ()) -> list[RequestLatency]:
+    return [
+        RequestLatency(
+            index=index, phase=arm, at_s=0.0, ttft_s=1.5 if index in late else 0.1, end_s=2.0,
+            itl_s=(0.1,) * 5, num_tokens=20, late_s=0.0, error=None,
+        )
+        for index in indices
+    ]  # fmt: skip
+
+
+def records() -> list[BlockRecord]:
+    """Ours harvests more than the paper's way, and enough for both bars."""
+    counters = {"seconds": 10.0, "serving_busy_s": 4.0, "serving_steps": 100.0}
+    decoded = {"alone_1": 0.0, "alone_2": 0.0, "paper": 5500.0, "rose": 5900.0, SOLO: 10_000.0}
+    return [
+        BlockRecord(arm=arm, segment=0, run=0, number=number, counters={**counters, "decoded": tokens})
+        for number, (arm, tokens) in enumerate([*decoded.items()] * 2)
+    ]
+
+
+def test_violations_are_counted_over_the_requests_that_each_arm_has() -> None:
+    """A block that ours lacks, and in which production alone was late, is no credit to it: nor to the paper's way where it has it."""
+    samples = [
+        *answers("alone_1", range(40), late={38, 39}),
+        *answers("alone_2", range(40), late={38, 39}),
+        *answers("paper", range(40), late={38, 39}),
+        *answers("rose", range(30), late={5}),
+    ]
+
+    found = analyse(samples, records(), SLO, JUDGED)
+
+    assert found["summary"]["extra_violations"] == 1.0
+    assert found["summary"]["num_pairs"] == 30
+    assert found["arms"]["paper"]["extra_violations"] == 0.0
+    # One violation more than the paper's way over the thirty, one figure ahead: its harvested share.
+    assert (found["summary"]["ahead_of_paper_in"], found["summary"]["behind_paper_in"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "met"), [({}, True), ({"alone_1": 1}, True), ({"rose": 1}, False)], ids=["none", "alone", "ours"]
+)
+def test_no_bar_is_met_while_requests_beside_rollouts_have_no_answer(lost: dict[str, int], met: bool) -> None:
+    samples = [sample for arm in JUDGED for sample in answers(arm, range(40))]
+
+    summary = analyse(samples, records(), SLO, JUDGED, unanswered_by_arm=lost)["summary"]
+
+    assert (summary["bar_met"], summary["judged_met"]) == (met, met)
