@@ -265,13 +265,13 @@ def headlines(runs: list[Run]) -> str:
     steps = [run.summary["pooled.steps_gain"] for run in pooled]
     low, high = ([run.summary[f"pooled.steps_gain_{end}"] for run in pooled] for end in ("low", "high"))
     end, end_noise = every("overhead", "end_ratio"), every("overhead", "end_aa_ratio")
-    met = f"{sum(every('coserve', 'bar_met')):.0f}"
+    judged = every("coserve", "judged_met")
     return "\n".join(
         [
             "| on two CPU cores | with ROSE over without | the same where nothing changed; of steps the 95 % interval |",
             "|---|---|---|",
             f"| latency of a request, with the plugin and nothing lent | {span(end, '{:.3f}x')} ({len(end)} runs) | {span(end_noise, '{:.3f}x')} |",
-            f"| production's P99 first token, beside rollouts on its core ([bar](docs/evidence.md#what-co-serving-is-judged-by) met by {met} of {len(ratios)} runs) "
+            f"| production's P99 first token, beside rollouts on its core ([bar](docs/evidence.md#what-co-serving-is-judged-by) met by {sum(judged):.0f} of {len(judged)} runs) "
             f"| {span(ratios, '{:.2f}x')} | {span(noise, '{:.2f}x')} |",
             f"| its P99 between tokens, same runs | {span(between, '{:.2f}x')} | {span(between_noise, '{:.2f}x')} |",
             "| RL training steps a minute in `make demo`, more is better, three seeds ([and of the demo's earlier forms](docs/evidence.md#what-breaks-these-rules)) "

@@ -104,6 +104,29 @@ def test_a_harvested_share_that_cannot_be_is_not_quoted(
     assert cells[5] == "1.10x (to 1.20x)"
 
 
+def coserve_run(**summary: float | bool) -> evidence.Run:
+    return evidence.Run(
+        benchmark="coserve", file="a.json", commit="0123456", time=1,
+        summary={
+            "num_pairs": 8, "p99_ttft_ratio": 1.1, "p99_ttft_ratio_high": 1.1, "aa_ratio": 1.0, "p99_itl_ratio": 1.1,
+            "p99_itl_ratio_high": 1.2, "aa_itl_ratio": 1.0, "extra_violations": 0.0, "bar_met": False,
+            "harvested_share": 0.9, "used_share": 0.9, **summary,
+        },
+    )  # fmt: skip
+
+
+def test_the_readme_counts_the_bar_that_it_links_to() -> None:
+    """Not each file's own, which has a margin on the noise; one without the paper's way was not judged by it."""
+    runs = [
+        coserve_run(bar_met=True, judged_met=False),
+        coserve_run(bar_met=False, judged_met=True),
+        coserve_run(bar_met=True, judged_met=False),
+        coserve_run(bar_met=True),
+    ]
+
+    assert "#what-co-serving-is-judged-by) met by 1 of 3 runs)" in evidence.headlines(runs)
+
+
 def test_a_claim_is_of_a_plain_production_and_every_kind_has_its_row() -> None:
     plain = evidence.Run(
         benchmark="overhead", file="a.json", commit="0123456", time=1, summary={"hook_p99_us": 60.0}
