@@ -154,7 +154,7 @@ def _coserve_row(run: Run) -> str:
         f"| `{run.file}` at `{run.commit}` | {run.production} | {s['num_pairs']} "
         f"| {_ratio(s, 'p99_ttft_ratio')} | {s['aa_ratio']:.2f}x "
         f"| {_ratio(s, 'p99_itl_ratio')} | {s['aa_itl_ratio']:.2f}x "
-        f"| {s['extra_violations']:.0f} | {_share(s)} | {'met' if s['bar_met'] else '**not met**'} |"
+        f"| {s['extra_violations'] + 0.0:g} | {_share(s)} | {'met' if s['bar_met'] else '**not met**'} |"
     )
 
 

@@ -127,6 +127,11 @@ def test_the_readme_counts_the_bar_that_it_links_to() -> None:
     assert "#what-co-serving-is-judged-by) met by 1 of 3 runs)" in evidence.headlines(runs)
 
 
+@pytest.mark.parametrize(("added", "said"), [(0.5, "0.5"), (0.0, "0"), (-1.5, "-1.5"), (7.0, "7")])
+def test_half_a_violation_is_not_none(added: float, said: str) -> None:
+    assert evidence.coserving([coserve_run(extra_violations=added)])[0].split(" | ")[-3] == said
+
+
 def test_a_claim_is_of_a_plain_production_and_every_kind_has_its_row() -> None:
     plain = evidence.Run(
         benchmark="overhead", file="a.json", commit="0123456", time=1, summary={"hook_p99_us": 60.0}
