@@ -18,7 +18,7 @@ from rose.errors import CapacityError, LedgerError, NotFound, PolicyError
 from rose.lineage import Version, parse_version
 from rose.policy import samples as sp
 from rose.scheduler.holdings import Holdings, finished_bytes
-from rose.scheduler.journal import Journal
+from rose.scheduler.journal import Journal, framed
 from rose.scheduler.records import (
     AckedRecord,
     AckRecord,
@@ -176,6 +176,10 @@ class Books:
         except (OSError, CapacityError) as error:
             self._compact_at_s = time.monotonic() + COMPACT_AGAIN_S
             log.error("the journal was not compacted: %s", getattr(error, "strerror", None) or error)
+        except Exception:
+            # Nobody waits for it who could do better, and the journal of a process that stops is still to be closed.
+            self._compact_at_s = time.monotonic() + COMPACT_AGAIN_S
+            log.exception("the journal was not compacted")
 
     def _snapshot(self) -> Iterator[Record]:
         return snapshot(self.book, self.trajectories, self.versions, self.runs, self.epoch)
@@ -214,10 +218,11 @@ class Books:
     # --- one way in, live and at recovery --------------------------------------------------------------
 
     def _write(self, record: Record) -> list[sp.Action]:
-        """Decide, then record.  A refused event raises before anything is written; a failed write means
+        """Decide, then record.  What is no record, and a refused event, raises before anything is written or decided; a failed write means
         that the process stops promising (see the journal), and a restart sees the last durable state."""
+        data = framed(record)
         actions = self._apply(record)
-        self.journal.append(record)
+        self.journal.append_framed(data)
         return actions
 
     def _apply(self, record: Record) -> list[sp.Action]:

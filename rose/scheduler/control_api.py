@@ -24,7 +24,7 @@ from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import UNSTAMPED, Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.fleet_api import FleetRoutes
-from rose.scheduler.http import bounded_json, encode, json_response, read_report, read_wire
+from rose.scheduler.http import bounded_json, encode, json_response, name_in, read_report, read_wire
 from rose.scheduler.protocols import named_as
 from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
@@ -95,16 +95,13 @@ class ControlRoutes:
         check_sampling(sampling, OfTrajectory, "sampling.")
         if body.deadline_s is not None and body.deadline_s > most_s:
             raise RequestError(f"must be at most {most_s:g}", field="deadline_s")
-        key = request.headers.get("Idempotency-Key", "")
-        if len(key) > 256:
-            raise RequestError("must have at most 256 characters", field="Idempotency-Key")
         name = self._store.create(
             job=body.job,
             group_id=body.group_id,
             group_size=group_size,
             task=bounded_json(body.task, field="task", max_bytes=max_bytes),
             sampling=bounded_json(sampling, field="sampling", max_bytes=max_bytes),
-            key=key,
+            key=name_in(request.headers, "Idempotency-Key"),
             task_kind=body.task_kind or "",
             prefill_per_decode=body.prefill_per_decode,
             deadline_s=body.deadline_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -29,6 +29,8 @@ encode = msgspec.json.Encoder().encode
 REQUEST_ID = web.RequestKey("rose_request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}\Z")
 _ANTHROPIC = re.compile(r"/v1/messages(?:/count_tokens)?\Z")
+MAX_NAME_CHARS = 256
+"""Of a name that a client gives."""
 KEY_OF = web.RequestKey("rose_key_of", str)
 """The trajectory whose key a request came with."""
 BY_KEY = "trajectory"
@@ -199,6 +201,19 @@ def whole_number(text: str, *, field: str, least: int, most: int, unit: str = ""
     if not digits or not least <= int(text) <= most:
         raise RequestError(f"must be a whole number{unit} from {least} to {most}", field=field)
     return int(text)
+
+
+def name_in(headers: Mapping[str, str], field: str) -> str:
+    """What a client calls something in a header; empty: it does not.  Names are kept and repeated, so they are text: a byte that is
+    no UTF-8 comes from the parser as half a character, which neither a journal nor an answer can hold.
+
+    Raises:
+        RequestError: Too long, or no printable text.
+    """
+    name = headers.get(field, "")
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise RequestError(f"must be at most {MAX_NAME_CHARS} printable characters, in UTF-8", field=field)
+    return name
 
 
 def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int = 2**21) -> list[int]:

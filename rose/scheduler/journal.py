@@ -236,11 +236,14 @@ class Journal:
         Raises:
             CapacityError: The journal cannot be written; nothing was recorded.
         """
+        self.append_framed(framed(record))
+
+    def append_framed(self, data: bytes) -> None:
+        """The same of a record that is :func:`framed`."""
         if self._fenced is not None:
             raise self._fenced
         if self._broken is not None:
             raise self._read_only()
-        data = _framed(record)
         try:
             self._write(data)
         except OSError as error:
@@ -324,7 +327,7 @@ class Journal:
         """
         with self._fresh() as file:
             for record in map(self._alive, records):
-                file.write(_framed(record))
+                file.write(framed(record))
             file.flush()
             os.fsync(file.fileno())
             self._swap(file)
@@ -344,7 +347,7 @@ class Journal:
         try:
             with self._fresh() as file:
                 async for record in Slices().over(records):
-                    file.write(_framed(record))
+                    file.write(framed(record))
                 await self._flush(file)  # nearly all of it, while others may still commit
                 ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
                 error = await asyncio.shield(ended)
@@ -440,9 +443,11 @@ class Journal:
         self._size = size
 
 
-def _framed(record: Record) -> bytes:
-    """Raises:
-    CapacityError: It would be no record to a reader.
+def framed(record: Record) -> bytes:
+    """``record`` as it lies in the file.
+
+    Raises:
+        CapacityError: It would be no record to a reader.
     """
     payload = _encode(record)
     if len(payload) > MAX_RECORD_BYTES:

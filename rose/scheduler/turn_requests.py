@@ -13,7 +13,15 @@ from rose.lineage import format_version, parse_version
 from rose.scheduler import side
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context, whole_number
+from rose.scheduler.http import (
+    KEY_OF,
+    REQUEST_ID,
+    check_storable,
+    encode,
+    name_in,
+    trace_context,
+    whole_number,
+)
 from rose.scheduler.inflight_request import TurnRequest
 from rose.scheduler.protocols import no_media
 from rose.scheduler.scheduler_config import SchedulerConfig
@@ -57,10 +65,7 @@ class TurnRequests:
         tier = headers.get("X-ROSE-Tier", "any")
         if tier not in ("any", "dedicated"):
             raise RequestError("must be any or dedicated", field="X-ROSE-Tier")
-        keys = {name: headers.get(name, "") for name in ("X-ROSE-Turn", "Idempotency-Key")}
-        for name, value in keys.items():
-            if len(value) > 256:
-                raise RequestError("must have at most 256 characters", field=name)
+        turn_key, key = name_in(headers, "X-ROSE-Turn"), name_in(headers, "Idempotency-Key")
         least = None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version")
         beside = side.said(headers.get(side.HEADER))
         named = hashlib.sha256(
@@ -74,8 +79,8 @@ class TurnRequests:
             request_id=request[REQUEST_ID],
             trajectory=trajectory,
             digest=named.hexdigest()[:32],
-            turn_key=keys["X-ROSE-Turn"],
-            idempotency_key=keys["Idempotency-Key"],
+            turn_key=turn_key,
+            idempotency_key=key,
             retry=retry_count(headers),
             dedicated_only=tier == "dedicated",
             min_version=least,
@@ -212,13 +217,13 @@ def session_of(request: web.Request, session_id: Any) -> str | None:
     """The trajectory that a request names, by whichever way; ``session_id`` is its body's.
 
     Raises:
-        RequestError: Not text.
+        RequestError: No text, or too long.
         Unauthorized: It came with the key of another.
     """
     name = (
         (request.match_info.get("session") if request.path.startswith("/s/") else None)
-        or request.headers.get("X-Session-ID")
-        or request.headers.get("X-SMG-Routing-Key")
+        or name_in(request.headers, "X-Session-ID")
+        or name_in(request.headers, "X-SMG-Routing-Key")
         or session_id
     )
     if name is not None and not isinstance(name, str):

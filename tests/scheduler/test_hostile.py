@@ -163,7 +163,7 @@ async def test_a_role_opens_its_own_routes_only(world: World) -> None:
 # --- bytes ------------------------------------------------------------------------------------------------
 
 
-async def raw(world: World, data: bytes, *, until_closed: bool = False) -> bytes:
+async def raw(world: World, data: bytes, *, until: bytes = b"\r\n\r\n", until_closed: bool = False) -> bytes:
     """Send bytes as they are; what comes back: a head, or all of it until the connection closes."""
     host, port = world.url.removeprefix("http://").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -174,7 +174,7 @@ async def raw(world: World, data: bytes, *, until_closed: bool = False) -> bytes
         async with asyncio.timeout(60):
             while part := await reader.read(65536):
                 parts.append(part)
-                if not until_closed and b"\r\n\r\n" in b"".join(parts):
+                if not until_closed and until in b"".join(parts):
                     break
     except TimeoutError:
         raise AssertionError(f"the connection is still open after {parts}") from None
@@ -233,6 +233,52 @@ async def test_numbers_that_the_journal_cannot_hold_are_400(
     await world.add("a")
     status, answer = await world.call("POST", path, body)
     assert (status, answer["error"]["param"]) == (400, field), answer
+
+
+NO_TEXT = b"t\xe2che-1"
+"""Latin-1, which is no UTF-8."""
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/rose/v1/trajectories", "Idempotency-Key", b'{"job": "job"}'),
+        ("/v1/chat/completions", "Idempotency-Key", b'{"messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/chat/completions", "X-ROSE-Turn", b'{"messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/chat/completions", "X-Session-ID", b'{"messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/chat/completions", "X-SMG-Routing-Key", b'{"messages": [{"role": "user", "content": "x"}]}'),
+        ("/rose/v1/generate", "Idempotency-Key", b'{"token_ids": [5]}'),
+    ],
+)
+@pytest.mark.parametrize("value", [NO_TEXT, b"a\tb"], ids=["latin-1", "tab"])
+async def test_a_name_in_a_header_that_is_no_text_is_400_before_anything_is_done(
+    world: World, path: str, name: str, body: bytes, value: bytes
+) -> None:
+    await world.start()
+    engine = await world.add("a")
+    session = await world.trajectory()
+    before = list(world.scheduler.store.trajectories)
+    lines = [f"Authorization: Bearer {world.tokens.admin}", f"Content-Length: {len(body)}"]
+    if name in ("X-ROSE-Turn", "Idempotency-Key") and "trajectories" not in path:
+        lines.append(f"X-Session-ID: {session}")
+    request = "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *lines, ""]).encode()
+    sent = request + name.encode() + b": " + value + b"\r\n\r\n" + body
+    answer = await raw(world, sent, until=b"}}")  # ends every refusal
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert f'"param":"{name}"'.encode() in answer
+    assert list(world.scheduler.store.trajectories) == before
+    assert not engine.requests
+
+
+async def test_a_name_in_another_script_is_text(world: World) -> None:
+    await world.start()
+    names = {
+        (await world.ok("POST", "/rose/v1/trajectories", {"job": "job"}, headers={"Idempotency-Key": key}))[
+            "id"
+        ]
+        for key in ("tâche-1", "任务 1", "tâche-1")
+    }
+    assert len(names) == 2
 
 
 async def test_a_client_that_asks_before_it_sends_is_told_to_go_on(world: World) -> None:

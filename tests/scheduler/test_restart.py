@@ -388,6 +388,43 @@ async def test_a_compaction_that_failed_is_tried_again_as_soon_as_the_disk_may_h
     live.journal.close()
 
 
+def test_what_cannot_be_written_is_not_in_memory_either(tmp_path: Path) -> None:
+    def store() -> TrajectoryStore:
+        return TrajectoryStore(
+            Journal(tmp_path), sp.SampleParams(), max_trajectories=9, retained_finals=9, compact_bytes=2**30
+        )
+
+    live = store()
+    for _ in range(2):  # asked for again, it is no more known than before
+        with pytest.raises(UnicodeEncodeError):
+            live.create(job="j", group_id="g", group_size=1, task=None, sampling={}, key="t\udce2che-1")
+    assert not live.trajectories
+    live.finish(
+        FinishRecord(id=live.create(job="j", group_id="g", group_size=1, task=None, sampling={}), reward=1.0)
+    )
+    live.journal.close()
+    again = store()
+    assert again.trajectories.keys() == live.trajectories.keys()
+    again.journal.close()
+
+
+async def test_a_compaction_that_fails_for_any_reason_is_reported_and_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = TrajectoryStore(
+        Journal(tmp_path), sp.SampleParams(), max_trajectories=999, retained_finals=9, compact_bytes=1
+    )
+    trajectory = live.get(live.create(job="j", group_id=None, group_size=1, task=None, sampling={}))
+    trajectory.created = msgspec.structs.replace(trajectory.created, key="t\udce2che-1")
+    assert live.is_journal_large
+    await live.compact()
+    assert "the journal was not compacted" in caplog.text
+    assert not live.is_journal_large  # not at every tick
+    live.cancel(trajectory.id, "test")
+    await live.journal.commit()
+    live.journal.close()
+
+
 def test_names_of_many_batches_are_compacted_into_records_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
