@@ -9,7 +9,7 @@ device works for which job); the node agent where its configuration says (``lend
 ``ROSE_DECISIONS`` says (``vllm_plugin.protocol_log``: which chunks; ``vllm_plugin.loan_log``: what else decides on a loan).
 
 No shell's memory (the scheduler's is ``rose.scheduler.journal``): nothing waits for this log, it is written when
-the clock ticks, and a full disk ends it with one line in the log.  It holds no token and no log-prob, only how
+the clock ticks, and a full disk, or a value that cannot be written, ends it with one line in the log.  It holds no token and no log-prob, only how
 many there were.
 
 :func:`replay` feeds the events of a file to a fresh copy of the policy and compares what it answers.
@@ -41,6 +41,9 @@ log = logging.getLogger("rose.decisions")
 MAGIC = b"ROSEDEC3"
 _FLUSH_BYTES = 256 * 2**10
 _NAME = re.compile(r"(.+)-(\d+)")
+
+_NO_RECORD = (OverflowError, TypeError, ValueError)
+"""Of a number or a text that msgpack has not."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -85,7 +88,11 @@ class DecisionLog:
             self.num_lost += 1
             return
         pack = self._format.pack
-        self._append([pack(event), [pack(action) for action in actions]])
+        try:
+            self._append([pack(event), [pack(action) for action in actions]])
+        except _NO_RECORD as error:
+            self._write()  # what came before it is whole
+            self._give_up(error)
         if len(self._buffer) >= _FLUSH_BYTES:
             self.flush()
 
@@ -111,6 +118,8 @@ class DecisionLog:
         gc.disable()  # it would look at all of the state again and again, while nobody's turn moves
         try:
             self._append({"policy": self._format.name, "book": freeze(self.book)})
+        except _NO_RECORD as error:
+            self._give_up(error)
         finally:
             if collects:
                 gc.enable()
@@ -143,8 +152,8 @@ class DecisionLog:
     def _append(self, record: Any) -> None:
         self._buffer += frame(_encode(record))
 
-    def _give_up(self, error: OSError) -> None:
-        log.error("the decision log ends here: %s", error.strerror)
+    def _give_up(self, error: Exception) -> None:
+        log.error("the decision log ends here: %s", getattr(error, "strerror", None) or error)
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

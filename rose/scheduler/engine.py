@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -36,6 +36,9 @@ PROBE_S = 1.0
 MAX_PROBE_BYTES = 65536
 MAX_ANSWER_BYTES = 512 * 2**20
 """No engine answer is larger: 128k tokens with 20 alternatives each are about 200 MiB."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of tokens.  JSON has numbers that neither the books nor their logs can hold."""
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -59,14 +62,14 @@ class _Logprobs(msgspec.Struct):
 
 class _VersionSpan(msgspec.Struct):
     version: str
-    start: int
-    end: int
+    start: _Count
+    end: _Count
 
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: _TokenId | str | None = None
     weight_versions: list[_VersionSpan] | None = None
     routed_experts: str | None = None
 
@@ -82,7 +85,7 @@ class _DetailedChoice(_Choice):
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):

@@ -145,6 +145,32 @@ def test_a_torn_tail_is_said_and_damage_is_an_error(tmp_path: Path) -> None:
         replay(path)
 
 
+def test_what_cannot_be_encoded_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    book = TurnBook(make_policy("cost", random.Random(1)))
+    log = DecisionLog(tmp_path, "decisions", TURNS, book, max_bytes=10**6, max_files=9)
+    log.roll()
+    tick = te.ClockTicked(at_s=1.0)
+    log.record(tick, book.handle(tick))
+    for reason in ("\udce2", "lost"):
+        log.record(tick, [te.Requeued(turn_id="a", worker_id="w", reason=reason, num_kept_tokens=0)])
+        assert "the decision log ends here" in caplog.text
+    assert log.num_lost == 1  # of two: the first ended it
+    (path,) = logs(tmp_path)
+    assert replay(path).num_events == 1
+
+    book.runs["job"] = "\udce2"
+    log.roll()
+    log.record(tick, [])
+    assert log.num_lost == 2
+    del book.runs["job"]
+    log.roll()
+    log.record(tick, book.handle(tick))
+    log.close()
+    assert replay(logs(tmp_path)[-1]).num_events == 1
+
+
 def test_the_log_holds_no_token(tmp_path: Path) -> None:
     book = TurnBook(make_policy("cost", random.Random(1)))
     join(book, "w", Tier.DEDICATED)

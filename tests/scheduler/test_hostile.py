@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, settings
 
 from rose.auth import Tokens, bearer
 from rose.scheduler import guard, watch_api
+from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure
 from rose.scheduler.openapi import ROUTES, describe
+from rose.testing.fake_engine import FakeEngine, serve_engine
 from tests.scheduler.conftest import World, user
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -460,3 +462,61 @@ async def test_names_that_agents_make_up_are_forgotten(world: World) -> None:
         assert status == 404
     assert not world.scheduler.store.trajectories
     assert not world.scheduler.book.turns
+
+
+# --- an engine that lies ----------------------------------------------------------------------------------
+
+
+class Liar(FakeEngine):
+    """Its answers are of the right form, with a number that cannot be."""
+
+    lie: tuple[str, int]
+
+    def _choice(self, *args: Any) -> dict[str, Any]:
+        choice, (field, value) = super()._choice(*args), self.lie
+        if field == "stop_reason" and choice["finish_reason"] is not None:
+            choice["stop_reason"] = value
+        if field in ("start", "end") and choice["weight_versions"]:
+            choice["weight_versions"][0][field] = value
+        return choice
+
+    def _usage(self, body: dict[str, Any], num_new: int) -> dict[str, Any]:
+        usage, (field, value) = super()._usage(body, num_new), self.lie
+        if field == "cached_tokens":
+            usage["prompt_tokens_details"][field] = value
+        return usage
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        ("cached_tokens", 10**30),
+        ("cached_tokens", -1),
+        ("stop_reason", 10**30),
+        ("start", -(10**30)),
+        ("end", 10**30),
+    ],
+    ids=lambda lie: f"{lie[0]}={lie[1]:.0e}",
+)
+async def test_a_number_that_cannot_be_is_a_bad_answer(lie: tuple[str, int], stream: bool) -> None:
+    made = Liar(mean_tokens=4)
+    made.lie = lie
+    runner, url = await serve_engine(made)
+    client = EngineClient(connect_s=30, attempt_s=300, render_s=60)
+    sampling = {"max_tokens": 3, "logprobs": 0}
+    body = {"request_id": "r", "token_ids": [5, 6], "stream": stream, "sampling_params": sampling}
+    engine = Endpoint(worker_id="a", url=url)
+
+    async def ask() -> None:
+        if not stream:
+            await client.generate(engine, body)
+            return
+        async for _ in client.stream(engine, body):
+            pass
+
+    with pytest.raises(EngineFailure) as failure:
+        await ask()
+    assert failure.value.kind == "bad"
+    client.close()
+    await runner.cleanup()
