@@ -5,8 +5,8 @@ before it returns, so that killing this process loses nothing; :meth:`Journal.co
 has it, and many callers share one ``fdatasync``.  Answers that promise durability (finish, lease,
 acknowledge) wait for it.
 
-A torn last frame (power loss, full disk) is cut off at the next start; a bad frame *before* the tail is an
-error, because what follows it cannot be trusted.  A write that fails part-way is undone, and the journal
+A torn last frame (power loss, full disk) is cut off at the next start; a bad frame *before* the tail, which is any that a good one
+follows, is an error, because what follows it cannot be trusted, and is not to be lost.  A write that fails part-way is undone, and the journal
 refuses further records until the process starts again: a scheduler that cannot remember must not promise.
 
 One process writes a directory's journal: the one that holds its newest epoch (``rose.scheduler.claim``).  :meth:`Journal.append` looks,
@@ -41,6 +41,12 @@ MAGIC = b"ROSEJRN1"
 _RELEASE_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 """Of a file that another writes, at a time."""
+_TAG = b"\xa4type"
+"""What names a record's kind, in each one: the first key of its map."""
+_MAP_BYTES = (1, 3)
+"""Of a map's head: with up to 15 fields, and with more."""
+_SCANNED_BYTES = 4 * 2**30
+"""Looked at behind a bad frame: seconds."""
 _NAME = re.compile(r"journal(?:\.([0-9]{1,18}))?\.rose\Z")
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -485,9 +491,21 @@ def _read_frame(data: bytes | mmap.mmap, at: int) -> tuple[int, Record | None]:
 
 
 def _later_frame(data: bytes | mmap.mmap, at: int) -> bool:
-    """Is the bad frame at ``at`` followed by a good one?  Then it is damage, not a torn tail."""
-    if at + FRAME.size > len(data):
-        return False
-    length, _ = FRAME.unpack_from(data, at)
-    after = at + FRAME.size + length
-    return after < len(data) and _read_frame(data, after)[1] is not None
+    """Is the bad frame at ``at`` followed by a good one?  Then it is damage, not a torn tail.
+
+    What its own length says is not asked: that may be what is damaged.  A client's text can look like the beginning of any number of
+    frames; where it does, and they cannot all be looked at, it is damage too, and nothing is cut.
+    """
+    left, tag = _SCANNED_BYTES, at
+    while (tag := data.find(_TAG, tag + 1)) >= 0:
+        for head in _MAP_BYTES:
+            start = tag - head - FRAME.size
+            if start <= at:
+                continue
+            length, _ = FRAME.unpack_from(data, start)
+            if length > MAX_RECORD_BYTES or start + FRAME.size + length > len(data):
+                continue
+            left -= length
+            if left < 0 or _read_frame(data, start)[1] is not None:
+                return True
+    return False

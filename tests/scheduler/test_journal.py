@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rose.errors import CapacityError, ConfigError, LedgerError
-from rose.scheduler.journal import Journal
-from rose.scheduler.records import AckRecord, CancelRecord, Record
+from rose.scheduler.claim import Claim
+from rose.scheduler.journal import Journal, framed
+from rose.scheduler.records import AckRecord, CancelRecord, CreateRecord, Record, TurnRecord, packed
 
 
 def reopen(directory: Path) -> tuple[Journal, list[Record]]:
@@ -68,6 +69,91 @@ def test_damage_before_the_tail_is_an_error(written: Path) -> None:
     with pytest.raises(LedgerError, match="damaged at byte 8"):
         list(journal.recover())
     journal.close()
+
+
+@pytest.mark.parametrize("bit", range(1, 32, 5))
+@pytest.mark.parametrize("number", [0, 58])
+@pytest.mark.parametrize("way", ["recovered", "taken over"])
+def test_a_damaged_length_before_the_tail_is_an_error(
+    tmp_path: Path, bit: int, number: int, way: str
+) -> None:
+    journal, _ = reopen(tmp_path)
+    ends = [journal.size_bytes]
+    for each in range(60):
+        journal.append(record(each))
+        ends.append(journal.size_bytes)
+    journal.close()
+    path = tmp_path / "journal.rose"
+    data = bytearray(path.read_bytes())
+    data[ends[number] + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    if way == "recovered":
+        journal = Journal(tmp_path)
+    else:
+        journal = Journal(tmp_path, follows=True)
+        assert len(list(journal.follow())) == number
+        claim = Claim.take(tmp_path)
+        assert claim is not None
+        claim.is_alone = False
+        journal.take_over(claim)
+    with pytest.raises(LedgerError, match=f"damaged at byte {ends[number]}"):
+        list(journal.recover())
+    journal.close()
+    assert path.read_bytes() == data
+
+
+TURN = TurnRecord(
+    trajectory_id="t",
+    turn=0,
+    kind="chat",
+    suffix_ids=bytes(4000),
+    token_ids=bytes(400),
+    logprobs=bytes(800),
+    finish_reason="stop",
+    versions=[],
+    segments=[],
+    usage={},
+    timing={},
+    sampling={},
+)
+
+
+def test_a_turn_behind_a_damaged_length_is_found(written: Path) -> None:
+    path = written / "journal.rose"
+    data = bytearray(path.read_bytes()[: 8 + len(framed(record(0)))] + framed(TURN))
+    data[8 + 1] ^= 1
+    path.write_bytes(data)
+    journal = Journal(written)
+    with pytest.raises(LedgerError, match="damaged at byte 8"):
+        list(journal.recover())
+    journal.close()
+
+
+def test_a_torn_tail_full_of_a_clients_words_is_cut(written: Path) -> None:
+    """They are what a record begins with, a length and all."""
+    path = written / "journal.rose"
+    data = path.read_bytes()
+    task = [{"type": "turn", "text": "\x10\0\0\0abcd"} for _ in range(1000)]
+    made = CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0, task=packed(task))
+    path.write_bytes(data + framed(made)[:-1])
+    journal, records = reopen(written)
+    assert len(records) == 3
+    assert journal.size_bytes == len(data)
+    journal.close()
+
+
+def test_where_too_much_looks_like_a_record_nothing_is_cut(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.scheduler.journal._SCANNED_BYTES", 100)
+    path = written / "journal.rose"
+    data = path.read_bytes() + (b"\x10\0\0\0abcd\x81\xa4type" + bytes(16)) * 10
+    path.write_bytes(data)
+    journal = Journal(written)
+    with pytest.raises(LedgerError, match="damaged"):
+        list(journal.recover())
+    journal.close()
+    assert path.read_bytes() == data
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
