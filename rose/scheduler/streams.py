@@ -119,8 +119,8 @@ async def stream_job(
                 await asyncio.wait_for(inflight.started.wait(), keepalive_s)
             except TimeoutError:
                 await events.hold()
-        if not inflight.handles:
-            inflight.task.result()  # raises what went wrong before the first turn
+        if inflight.task.done():
+            inflight.task.result()  # raises what went wrong, such as before each turn was submitted
         first = inflight.handles[0]
         form.begin(first.turn_id, len(first.prompt_ids), int(time.time()))
         choices = [

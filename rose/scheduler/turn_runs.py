@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rose.errors import RoseError
-from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.dispatch import Dispatcher, TurnHandle
 from rose.scheduler.inflight import InflightRequests
 from rose.scheduler.inflight_request import Finished, Inflight
 from rose.scheduler.prompts import Prompt, continuation
@@ -32,12 +32,14 @@ class TurnRuns:
         """Submit every choice, wait for all; if one fails, the others are stopped."""
         streamed = bool(body.get("stream"))
         entries = wants_logprobs(body)
-        handles = [
-            self._inflight.submit(inflight, prompt, params, model=model, streamed=streamed, entries=entries)
-            for prompt, params in plan
-        ]
-        inflight.started.set()
+        handles: list[TurnHandle] = []
+        submit = self._inflight.submit
         try:
+            for prompt, params in plan:  # the queue may be full for one of them
+                handles.append(
+                    submit(inflight, prompt, params, model=model, streamed=streamed, entries=entries)
+                )
+            inflight.started.set()
             if len(handles) == 1:
                 return [await self._inflight.finish(inflight, handles[0], plan[0][0])]
             return list(

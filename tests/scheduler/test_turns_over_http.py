@@ -14,7 +14,7 @@ from rose.auth import bearer
 from rose.policy.worker import Health
 from rose.scheduler.ids import pack_ids
 from rose.testing.fake_engine import Fault
-from tests.scheduler.conftest import PROMPT, World, generate
+from tests.scheduler.conftest import PROMPT, World, generate, user
 
 
 async def test_generate_answers_tokens_logprobs_versions_and_segments(world: World) -> None:
@@ -231,6 +231,18 @@ async def test_a_full_queue_answers_429_with_retry_after(world: World) -> None:
         assert 1 <= int(response.headers["Retry-After"]) <= 120
     world.scheduler.book.fleet.workers["a"].cap = 8
     await first
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_choices_of_which_one_finds_the_queue_full_leave_no_turn(world: World, stream: bool) -> None:
+    await world.start(limits={"max_queued": 2})
+    await world.add("a")
+    world.scheduler.book.fleet.workers["a"].cap = 0
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 5, "n": 4, "stream": stream}
+    status, answer = await world.call("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert not world.scheduler.book.turns
+    assert not world.scheduler.dispatcher.handles
 
 
 async def test_a_client_that_leaves_is_aborted_in_the_engine(world: World) -> None:
