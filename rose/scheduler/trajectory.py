@@ -105,9 +105,9 @@ class Trajectory:
         self._add_tips(record.turn, record.tip)
         if record.choice == 0:
             self.deliveries.add(record.turn, record.retry)
-            name = request_name(record.key, record.turn_key)
-            if name and record.id:
-                self.named[name] = record.turn
+        name, first = request_name(record.key, record.turn_key), record.turn - record.choice
+        if name and record.id and record.choice == record.num_choices - 1 and self._is_whole(first):
+            self.named[name] = first
         if record.parent is not None:
             self.parents.add(record.parent)
         for segment in record.segments:
@@ -170,8 +170,21 @@ class Trajectory:
                 and not (record.key or record.turn_key)
             ):
                 group = range(record.turn, record.turn + record.num_choices)
-                if group.stop <= len(self.turns) and self.parents.isdisjoint(group):
+                if self.parents.isdisjoint(group) and self._is_whole(record.turn):
                     yield record.turn
+
+    def _is_whole(self, first: int) -> bool:
+        """Whether the answer that begins with this turn has all its choices.  A kill may have come between two of them, and other turns
+        may have been recorded since."""
+        if first < 0:
+            return False
+        begun = self.turns[first]
+        choices = self.turns[first : first + begun.num_choices]
+        return [each.choice for each in choices] == list(range(begun.num_choices)) and all(
+            (each.key, each.turn_key, each.digest, each.num_choices)
+            == (begun.key, begun.turn_key, begun.digest, begun.num_choices)
+            for each in choices
+        )
 
     def add_form(self, turn: int, tip: bytes, thoughts: bytes) -> None:
         """More names of this turn's answer and of its reasoning."""

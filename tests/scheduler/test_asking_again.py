@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from rose.auth import bearer
+from rose.frames import FRAME
+from rose.scheduler.journal import MAGIC
 from tests.scheduler.conftest import World, user
 
 
@@ -358,3 +362,46 @@ async def rejoin(world: World) -> None:
     node.report_to(world.url)
     await node.register()
     await node.beat()
+
+
+def cut_behind_first_turn(journal: Path) -> None:
+    """As a kill between two choices leaves it."""
+    data, at = journal.read_bytes(), len(MAGIC)
+    while True:
+        length, _ = FRAME.unpack_from(data, at)
+        at += FRAME.size + length
+        if msgspec.msgpack.decode(data[at - length : at])["type"] == "turn":
+            journal.write_bytes(data[:at])
+            return
+
+
+@pytest.mark.parametrize(
+    "name",
+    [{"Idempotency-Key": "K"}, {"X-ROSE-Turn": "K"}, {"x-stainless-retry-count": "1"}],
+    ids=lambda name: next(iter(name)),
+)
+@pytest.mark.parametrize("compacted", [False, True])
+async def test_an_answer_of_which_a_kill_left_one_choice_is_sampled_again(
+    world: World, name: dict[str, str], compacted: bool
+) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 8, "n": 2}
+    headers = {"X-Session-ID": session, **name}
+    first = await world.ok("POST", "/v1/chat/completions", body, headers=headers)
+    await world.scheduler.stop(drain_s=0)
+    cut_behind_first_turn(world.scheduler.journal.path)
+    await world.start()
+    await world.add("b")
+    await world.chat(session, [user("y")], max_tokens=8)
+    if compacted:
+        await world.scheduler.stop(drain_s=0)
+        await world.start(journal={"compact_bytes": 1})
+        await world.add("c")
+    again = await world.ok("POST", "/v1/chat/completions", body, headers=headers)
+    texts = [[choice["message"]["content"] for choice in each["choices"]] for each in (first, again)]
+    assert texts[0] == texts[1]
+    assert again["rose"]["turns"] == [2, 3]
+    if "x-stainless-retry-count" not in name:
+        assert await world.ok("POST", "/v1/chat/completions", body, headers=headers) == again
