@@ -331,8 +331,10 @@ class Prompts:
     def _remember(self, key: bytes, rendered: _Rendered) -> None:
         if self._cache_entries == 0:
             return
+        # The members of a group ask for it at once, and each brings it.
+        before = self._cache.pop(key, None)
         self._cache[key] = rendered
-        self._cached_tokens += len(rendered.token_ids)
+        self._cached_tokens += len(rendered.token_ids) - (0 if before is None else len(before.token_ids))
         while len(self._cache) > self._cache_entries or self._cached_tokens > _MAX_CACHED_TOKENS:
             _, old = self._cache.popitem(last=False)
             self._cached_tokens -= len(old.token_ids)

@@ -6,6 +6,7 @@ families, the reasoning-stripping one included.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -496,3 +497,21 @@ async def test_a_template_that_takes_it_only_in_front_gets_the_developers_word_t
     prompt = await bench.turn([*messages, answer, said, user("up")], [5], answer)
     assert (prompt.parent, prompt.fork) == (None, "unbridgeable")
     assert "remember" in bench.tokenizer.decode(prompt.token_ids)
+
+
+async def test_a_group_that_asks_for_one_prompt_at_once_leaves_one_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rose.scheduler.prompts._MAX_CACHED_TOKENS", 40)
+
+    async def call(path: str, model: str | None, body: bytes) -> bytes:
+        await asyncio.sleep(0)  # meanwhile the others ask, too
+        return msgspec.json.encode([{"token_ids": [5] * 10, "sampling_params": {}}])
+
+    prompts = Prompts(call)
+    for group in range(20):
+        await asyncio.gather(*(prompts.render_completion({}, f"group {group}") for _ in range(16)))
+    before = prompts.num_cache_hits
+    for group in range(16, 20):
+        await prompts.render_completion({}, f"group {group}")
+    assert prompts.num_cache_hits - before == 4  # of 10 tokens each
