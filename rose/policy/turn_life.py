@@ -250,10 +250,14 @@ class TurnLife:
             )
         # An abort that brought no token must not become a hot loop.
         turn.num_futile = 0 if num_new else turn.num_futile + 1
-        wait_s = min(self.params.backoff_s * 2**turn.num_futile, self.params.max_backoff_s)
-        turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
+        self._back_off(turn, worker, event.at_s)
         reason = "reclaim" if reclaimed else "migrate" if moved else "abort"
         return self._requeue(turn, event.at_s, reason, abort=False)
+
+    def _back_off(self, turn: Turn, worker: Worker, at_s: float) -> None:
+        """The turn stays away from this worker, longer each time that brought nothing."""
+        wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
+        turn.backoff_until_s[worker.worker_id] = at_s + wait_s
 
     def _heed_stamps(self, turn: Turn, worker: Worker, run: str | None) -> str:
         """Whose weights sampled the live attempt, by its engine's own word; why its tokens cannot be kept, empty where they can."""
@@ -299,8 +303,7 @@ class TurnLife:
         """The engine has weights of another run than this turn's: elsewhere, and here once it says otherwise."""
         if turn.infra_left < 0:
             return self._finish(turn, at_s, TurnState.FAILED, "infra", message=message)
-        wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
-        turn.backoff_until_s[worker.worker_id] = at_s + wait_s
+        self._back_off(turn, worker, at_s)
         return self._requeue(turn, at_s, "run", abort=False, forget=forget)
 
     def _failed(self, event: AttemptFailed) -> list[Action]:
@@ -310,8 +313,7 @@ class TurnLife:
         worker = turn.worker
         assert worker is not None
         turn.num_futile += 1
-        wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
-        turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
+        self._back_off(turn, worker, event.at_s)
         if event.kind not in ("busy", "data") and self.fleet.workers.get(worker.worker_id) is worker:
             self.fleet.failed(worker, event.at_s)
         match event.kind:

@@ -232,3 +232,19 @@ def test_illegal_events_raise_and_change_nothing(book: TurnBook) -> None:
     with pytest.raises(PolicyError, match="room for one token"):
         submit(book, "b", at_s=5.0, max_tokens=0)
     assert before == (dict(book.turns), list(book.queue), book.turns["a"].attempt)
+
+
+def test_a_turn_that_is_aborted_without_a_token_again_and_again_waits_no_longer_than_the_bound() -> None:
+    book = book_of(backoff_s=1.0, max_backoff_s=8.0)
+    join(book, "w", Tier.DEDICATED)
+    submit(book, "a")
+    turn = book.turns["a"]
+    waits = list[float]()
+    for attempt in range(1, 1100):
+        at_s = 10.0 * attempt
+        hear(book, "w", at_s)
+        book.handle(te.ClockTicked(at_s=at_s))
+        end(book, "a", attempt, "abort", at_s=at_s)
+        waits.append(turn.backoff_until_s["w"] - at_s)
+    assert waits[:4] == [2.0, 4.0, 8.0, 8.0]
+    assert waits[-1] == 8.0
