@@ -373,12 +373,19 @@ def _was_sampled(trajectory: Trajectory, context: bytes, token_ids: Sequence[int
 def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int | None, int]:
     """The turn whose prompt and output ``token_ids`` extends furthest, and how many ids that is."""
     best: tuple[int | None, int] = (None, 0)
-    for record in reversed(trajectory.turns):
-        length = trajectory.lengths[record.turn]
-        if not best[1] < length <= len(token_ids):
-            continue  # the newest turn is nearly always the one: no other is unpacked then
-        if list(token_ids[:length]) == trajectory.full_ids(record.turn):
-            best = (record.turn, length)
+    data = pack_ids(token_ids)
+    ends: dict[int, int] = {}
+    """Of each turn that ``token_ids`` begins with: where, in bytes.  What continues none of these need not be looked at."""
+    for record in trajectory.turns:
+        start = 0 if record.parent is None else ends.get(record.parent)
+        if start is None or not data.startswith(record.suffix_ids, start):
+            continue
+        start += len(record.suffix_ids)
+        if data.startswith(record.token_ids, start):
+            ends[record.turn] = start + len(record.token_ids)
+            length = trajectory.lengths[record.turn]
+            if length >= best[1]:
+                best = (record.turn, length)
     return best
 
 

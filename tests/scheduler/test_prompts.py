@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose.errors import RequestError
-from rose.scheduler.ids import pack_ids
+from rose.scheduler.ids import pack_ids, unpack_ids
 from rose.scheduler.messages import chain, context_digest, extend
-from rose.scheduler.prompts import Prompt, Prompts, overlap
+from rose.scheduler.prompts import Prompt, Prompts, continuation, overlap
 from rose.scheduler.records import CreateRecord, TurnRecord
 from rose.scheduler.trajectory import Trajectory
 from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
@@ -515,3 +516,58 @@ async def test_a_group_that_asks_for_one_prompt_at_once_leaves_one_in_the_cache(
     for group in range(16, 20):
         await prompts.render_completion({}, f"group {group}")
     assert prompts.num_cache_hits - before == 4  # of 10 tokens each
+
+
+def grown(parents: Sequence[int | None], parts: Sequence[tuple[list[int], list[int]]]) -> Trajectory:
+    """A tree of turns, each with what its prompt adds and what it said."""
+    trajectory = Trajectory(CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0))
+    for turn, (parent, (suffix, output)) in enumerate(zip(parents, parts, strict=True)):
+        trajectory.add(
+            TurnRecord(
+                trajectory_id="t",
+                turn=turn,
+                kind="tokens",
+                parent=parent,
+                suffix_ids=pack_ids(suffix),
+                token_ids=pack_ids(output),
+                logprobs=b"",
+                finish_reason="stop",
+                versions=[],
+                segments=[],
+                usage={},
+                timing={},
+                sampling={},
+            )
+        )
+    return trajectory
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_continue_the_longest_turn_that_they_begin_with_the_newest_of_equals(seed: int) -> None:
+    rng = random.Random(seed)
+    parents = [rng.choice([None, *range(turn)]) if turn else None for turn in range(30)]
+    parts = [([rng.randrange(2)] * rng.randint(1, 2), [rng.randrange(2)]) for _ in parents]
+    trajectory = grown(parents, parts)
+    for _ in range(50):
+        asked = [*trajectory.full_ids(rng.randrange(30)), *(rng.randrange(2) for _ in range(3))]
+        asked = asked[rng.randrange(2) :]
+        begun = [turn for turn in range(30) if asked[: trajectory.lengths[turn]] == trajectory.full_ids(turn)]
+        longest = max(begun, key=lambda turn: (trajectory.lengths[turn], turn), default=None)
+        length = 0 if longest is None else trajectory.lengths[longest]
+        assert continuation(trajectory, asked) == (longest, length)
+
+
+def test_tokens_that_continue_nothing_are_compared_where_they_differ_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trajectory = grown([None] * 50, [([turn, *range(200)], [1, 2]) for turn in range(50)])
+    asked = [99, *range(400)]
+    unpacked: list[int] = []
+
+    def count(data: bytes) -> list[int]:
+        unpacked.append(len(data))
+        return unpack_ids(data)
+
+    monkeypatch.setattr("rose.scheduler.trajectory.unpack_ids", count)
+    assert continuation(trajectory, asked) == (None, 0)
+    assert unpacked == []
