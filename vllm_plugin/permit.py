@@ -19,7 +19,7 @@ class Permit:
 
     Attributes:
         epoch: Of the last ``node.state`` that was read.
-        has_serving: Is there production on this device?
+        has_serving: Is there production on this device, by the agent's word?
         params: How the gate decides.
         may_stop: Steps may stop between two layers.
         must_serialise: The workers' rung of the compute ladder takes turns, whatever the agent says.
@@ -51,12 +51,14 @@ class Permit:
         self._take_rules(node)
         lease = self._lease.read() if node.has_serving else None
         board = self._board.read() if node.has_serving else None
+        # Who was not told of production knows nothing of its lease but that somebody writes it.
+        lives = self._lease.alive() if lease is not None else not node.has_serving and self._lease.may_live()
         return allowed_pages(
             mode=node.mode,
             lend_pages=node.lend_pages,
             has_serving=self.has_serving,
             serving_phase=lease.phase if lease is not None else Phase.ABSENT,
-            serving_alive=lease is not None and self._lease.alive(),
+            serving_alive=lives,
             serving_total=lease.total_pages if lease is not None else 0,
             serving_reserved=lease.reserved_pages if lease is not None else 0,
             serving_needed=board.needed_pages if board is not None else 0,

@@ -195,11 +195,20 @@ class ServingRounds:
             AgentSaid(
                 at_s=now_ns / NS_PER_S,
                 mode=int(node.mode),
-                lend_pages=node.lend_pages,
+                lend_pages=self._asked_for(node),
                 floor_pages=node.floor_pages,
                 node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
             )
         )
+
+    def _asked_for(self, node: NodeState) -> int:
+        """Pages; of an agent that was not told of us none: its engine would hear no claim, and nobody would set it a deadline."""
+        if node.has_serving or node.mode != Mode.ON:
+            self._trouble.over("has_serving")
+            return node.lend_pages
+        says = "is of an agent whose node.toml has no [serving]: nothing is lent to it"
+        self._trouble.say("has_serving", LedgerError(says, field=str(self._path / "node.state")))
+        return 0
 
     def close(self) -> None:
         self._door.close()

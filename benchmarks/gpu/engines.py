@@ -174,7 +174,13 @@ class _Agent:
     def _say(self) -> None:
         before, self._said = getattr(self, "_said", None), self._loan
         self._writer.write(
-            NodeState(mode=Mode.ON, epoch=1, lend_pages=self._said, heartbeat_ns=time.monotonic_ns())
+            NodeState(
+                mode=Mode.ON,
+                epoch=1,
+                lend_pages=self._said,
+                has_serving=1,
+                heartbeat_ns=time.monotonic_ns(),
+            )
         )
         if before != self._said:
             self._writer.wake()

@@ -171,6 +171,8 @@ class NodeAgent(Node):
         self.released_because = self._released_because()
         self._log_anew()
         self._set_mode()
+        if problem := self.unnamed_production:
+            logger.error("nothing is lent: %s", problem)
         if not self.wants_engine and (problem := self.engine.look()):
             logger.warning("the rollout engine could not be started now: %s", problem)
         loop = asyncio.get_running_loop()
@@ -412,6 +414,8 @@ class NodeAgent(Node):
     def _released_because(self) -> str:
         if self._stop.is_set():
             return "the agent is stopping"
+        if reason := self.unnamed_production:
+            return reason
         if self.lent_s == 0.0:
             return "its owner has this device"
         if self.assignment.held:

@@ -66,6 +66,10 @@ class DeviceView:
         """Does production live, now?"""
         return _alive(self._lease_file)
 
+    def serving_is_there(self) -> bool:
+        """:meth:`serving_alive`, of a lease that cannot be read, too."""
+        return self._lease_file.may_live()
+
     def rollout_alive(self) -> bool:
         return _alive(self._rollout_file)
 

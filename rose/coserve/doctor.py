@@ -33,6 +33,7 @@ from rose.coserve.host_checks import (
     Level,
     check_cgroups,
     check_cores,
+    check_dedicated,
     check_directory,
     check_engine_files,
     check_gpu,
@@ -340,6 +341,8 @@ def _host(config: NodeConfig | None, command: Command | None, num_cores: int | N
     yield from check_gpu(config)
     if directory is not None:
         yield from check_directory(directory)
+        if config is not None and config.serving is None:
+            yield from check_dedicated(directory, mine or "")
         if command is not None:
             yield from check_production(Path(mine) if mine else directory)
     else:

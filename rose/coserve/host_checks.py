@@ -353,6 +353,28 @@ def check_production(path: Path) -> list[Check]:
     return found
 
 
+def check_dedicated(path: Path, told: str) -> list[Check]:
+    """Of an agent whose node.toml has no ``[serving]``: is its directory that of a production engine?
+
+    Args:
+        told: ROSE_DIR of the production that the doctor was asked about; "": of none.
+    """
+    if DeviceView(NodeDir(path), {}).serving_alive():
+        says = "a production engine lives there"
+    elif told and os.path.abspath(told) == os.path.abspath(path):
+        says = "it is production's ROSE_DIR"
+    else:
+        return []
+    return [
+        Check(
+            level=Level.FAIL,
+            name="node directory",
+            says=f"{path}: {says}, and node.toml has no [serving]: nothing would be lent, and no engine started",
+            fix="add [serving] beside production; on a dedicated host another dir",
+        )
+    ]
+
+
 def check_tokens(path: Path | None) -> tuple[Check, Tokens | None]:
     """The token file, and its tokens where it is good.  ``path``: None = ROSE_TOKEN_FILE."""
     try:

@@ -384,6 +384,13 @@ class RecordReader(Generic[R]):
         """Does a process live that writes this file?  Takes no lock itself."""
         return self._refresh() and is_locked(self._fd)
 
+    def may_live(self) -> bool:
+        """:meth:`alive`; of a file that cannot be read :meth:`is_written`."""
+        try:
+            return self.alive()
+        except LedgerError:
+            return self.is_written()
+
     def is_written(self) -> bool:
         """:meth:`alive`, of a file that cannot be read, too: of another version, damaged, open to others.
 

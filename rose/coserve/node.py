@@ -105,12 +105,21 @@ class Node:
             return None
         return max(0.0, (self.lent_until_s or 0.0) - time.monotonic())
 
+    @property
+    def unnamed_production(self) -> str:
+        """Why nothing may be lent or held: a production engine lives here that node.toml does not name; "" where none does."""
+        if self.config.serving is not None or not self.device.serving_is_there():
+            return ""
+        return f"a production engine lives in {self.config.dir}, and node.toml has no [serving]"
+
     def waits_for(self) -> str | None:
         """Why the engine may not be started now: it takes nothing of the device before an operator says ``on``, and serving
         sizes its memory first."""
         if not self.wants_engine:
             return f"mode is {self.mode.name.lower()}" if self.want_engine else "an operator stopped it"
         if self.config.serving is not None and (reason := self._waits_for_serving()) is not None:
+            return reason
+        if reason := self.unnamed_production:
             return reason
         if self.lent_s == 0.0:
             return "its owner does not lend it now"

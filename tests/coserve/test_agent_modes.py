@@ -131,6 +131,33 @@ async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(
     assert agent.config.tier == "dedicated"
 
 
+async def test_a_dedicated_device_where_production_comes_to_live_gives_everything_back(
+    device: Device,
+) -> None:
+    """Its ``dir`` is production's ROSE_DIR by mistake: neither would hear the other's claims."""
+    agent = device.agent(serving=None)
+    await lent(device, 16)
+    production = device.produce()
+    await lent(device, 0)
+    await until(lambda: agent.policy.lend_pages == 0)
+    assert "node.toml has no [serving]" in agent.status()["lending"]["reason"]
+    assert "node.toml has no [serving]" in (agent.waits_for() or "")
+
+    await production.stop()
+    device.production = None
+    await lent(device, 16)
+
+
+async def test_an_agent_starts_no_engine_where_production_lives_that_it_was_not_told_of(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent(serving=None)
+    await until(lambda: "node.toml has no [serving]" in agent.released_because)
+    assert "node.toml has no [serving]" in (agent.waits_for() or "")
+    assert agent.engine.num_starts == 0
+
+
 async def test_a_borrowed_device_is_its_engines_only_while_its_owner_lends_it(device: Device) -> None:
     agent = device.agent(serving=None, borrowed=True)
     await until(lambda: agent.waits_for() == "its owner does not lend it now")

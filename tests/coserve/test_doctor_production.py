@@ -29,6 +29,35 @@ def test_a_living_production_in_the_directory_is_found(tmp_path: Path, core: str
     assert host_checks.check_production(path) == []
 
 
+def test_an_agent_without_serving_where_production_lives_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    assert host_checks.check_dedicated(path, "") == []
+    assert host_checks.check_dedicated(path, str(tmp_path / "other")) == []
+    (check,) = host_checks.check_dedicated(path, f"{tmp_path}/./n")
+    assert check.level is Level.FAIL
+    assert "no [serving]" in check.says
+    with NodeDir(path).serving_lease_writer() as lease:
+        lease.write(ServingLease(phase=Phase.READY))
+        (check,) = host_checks.check_dedicated(path, "")
+    assert check.level is Level.FAIL
+    assert "a production engine lives there" in check.says
+    assert "[serving]" in check.fix
+    assert host_checks.check_dedicated(path, "") == []
+
+
+def test_the_doctor_refuses_a_node_without_serving_that_is_where_production_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "rollout_plan", lambda *_: (None, []))
+    config = tmp_path / "node.toml"
+    config.write_text(f'dir = "{tmp_path / "n"}"\n[engine]\nmodel = "policy"\nmax_model_len = 512\n')
+    with NodeDir(tmp_path / "n").serving_lease_writer() as lease:
+        lease.write(ServingLease(phase=Phase.READY))
+        found = doctor.examine(config, [])
+    assert not found["ok"]
+    assert any("no [serving]" in one["says"] for one in found["checks"])
+
+
 def test_a_directory_that_cannot_be_used_has_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "open"
     path.mkdir()

@@ -37,6 +37,7 @@ from tests.policy.lending_world import CALM
         ({"serving_age_s": math.nan}, (0, "serving is silent")),
         ({"has_serving": False, "serving_alive": False}, (30, "no serving on this device")),
         ({"has_serving": False, "node_age_s": 3.0}, (0, "node agent is silent")),
+        ({"has_serving": False}, (0, "production lives here, and the agent has no [serving]")),
         ({"lend_pages": -5}, (0, "the loan")),
         ({"serving_reserved": -1000}, (30, "the loan")),
         ({"serving_reserved": 1000}, (0, "serving still holds them")),

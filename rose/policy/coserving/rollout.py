@@ -141,9 +141,12 @@ def allowed_pages(
     """What the rollout engine may hold now, by what the shared files say, and why.
 
     It asks nobody: with a dead agent, or a serving engine that is dead, silent or starting, the
-    answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit.
+    answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit, and where one lives all the same
+    it is 0.
 
     Args:
+        has_serving: By the agent's word.
+        serving_alive: By the files; asked for whatever the agent says.
         serving_reserved: Pages that serving holds, or that nobody else may take any more.
         serving_needed: Pages that it must come to hold; 0 when it claims none.
         node_age_s: Seconds since the agent's heartbeat; ``inf`` when there is no file or no writer.
@@ -155,6 +158,8 @@ def allowed_pages(
         return 0, "mode is observe" if mode == Mode.OBSERVE else "mode is off"
     lend = max(0, lend_pages)
     if not has_serving:
+        if serving_alive:  # it does not look at who was not told of it, and would claim in vain
+            return 0, "production lives here, and the agent has no [serving]"
         return lend, "no serving on this device"
     if not serving_alive:
         return 0, "serving is not there"
