@@ -447,8 +447,8 @@ class Pager:
         """
         for chunk in chunks:
             self._mapped[chunk] = MOVING
-        self._publish(wake=False)
         try:
+            self._publish(wake=False)
             wanted = self._wanted()
             still = [chunk for chunk in chunks if wanted is not None and wanted[0][chunk]]
             if still:

@@ -341,6 +341,26 @@ def test_where_not_all_chunks_fit_the_first_ones_come(
         until(lambda: mapped(node_dir, "rollout") == set(range(1, CHUNKS)))
 
 
+def test_chunks_that_could_not_be_reported_first_are_not_taken_for_mapped(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a growth did not come to be written (a full tmpfs, a disk's error): there is no memory yet."""
+    publish, failing = Pager._publish, [LedgerError("injected")]
+
+    def full(self: Pager, wake: bool = True) -> None:
+        if failing and MOVING in self._mapped:
+            raise failing.pop()
+        publish(self, wake)
+
+    monkeypatch.setattr(Pager, "_publish", full)
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, set(range(CHUNKS)), generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        until(lambda: mapped(node_dir, "rollout") == set(range(CHUNKS)))
+        assert not failing
+        assert pagers[0].resident_bytes() == CHUNKS * PAGE_BYTES
+
+
 def test_a_chunk_whose_memory_has_gone_is_not_given_back_after_an_unmap_that_failed(
     node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
