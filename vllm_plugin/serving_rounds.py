@@ -164,9 +164,10 @@ class ServingRounds:
         self._board.find()
 
     def _read_node(self) -> NodeState | None:
-        """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
+        """What the agent says; None also where that cannot be read, for an agent of another version is no agent, and where it is dead: a
+        file on a disk outlives the machine's clock, by which it may seem to have been written just now, or to come."""
         try:
-            node = self._node.read()
+            node = self._node.read() if self._node.alive() else None
         except LedgerError as error:
             self._trouble.say("node.state", error)
             return None

@@ -58,6 +58,18 @@ def test_production_lends_nothing_to_an_agent_that_does_not_know_of_it(
     assert lendable() == 0
 
 
+def test_production_lends_nothing_by_what_an_agent_left_before_the_machine_started_anew(
+    scheduler: Any, node_dir: Path
+) -> None:
+    """On a disk its file outlives a loss of power, and its times are of a clock that had run for longer."""
+    rounds = scheduler.rose.rounds
+    with NodeDir(node_dir).node_writer() as agent:
+        future_ns = time.monotonic_ns() + 10**12
+        agent.write(NodeState(mode=Mode.ON, has_serving=1, lend_pages=LENT, fixed=1, heartbeat_ns=future_ns))
+    assert rounds._lendable(rounds._read_node()) == 0
+    assert not scheduler.rose.steps.fixed
+
+
 def test_a_rollout_engine_holds_nothing_where_production_lives_that_its_agent_does_not_know_of(
     node_dir: Path, say: Callable[..., None]
 ) -> None:
