@@ -84,10 +84,12 @@ class ServingRounds:
         self._max_loss = 0.0
 
     def round(self) -> None:
-        """Look at everything once and act.  Order: see the module docstring."""
-        self._learner.learn(watched=self._board.watched)
-        if self._first_tokens.look(self._board.slo_ttft_ns / NS_PER_S) and self._board.watched:
-            self._seam.call_when_idle(self._idle)  # an engine that steps says it by itself
+        """Look at everything once and act.  Order: see the module docstring.
+
+        Once we have failed only what brings memory back is done: the part that failed may be one of the others, and fail again.
+        """
+        if not self._seam.failed:
+            self._learn()
         book, seam, at_s = self._book, self._seam, time.monotonic()
         self.check_own_files()
         reports, retained = self._pagers.reports()
@@ -105,9 +107,10 @@ class ServingRounds:
                 retained_pages=retained,
             )
         )
-        self._prefixes.look(
-            self._max_loss, released=[chunk for chunk, _ in released], short=target - book.num_lent
-        )
+        if not seam.failed:
+            self._prefixes.look(
+                self._max_loss, released=[chunk for chunk, _ in released], short=target - book.num_lent
+            )
         seam.target_chunks = book.may_lend(target)
         # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
         peer_pages = self._peers.pages() if book.num_lent else 0
@@ -117,6 +120,11 @@ class ServingRounds:
         if seam.mapped or (missing and self._is_worth_a_look()):
             seam.call_when_idle(self._idle)
         self._loans.round()
+
+    def _learn(self) -> None:
+        self._learner.learn(watched=self._board.watched)
+        if self._first_tokens.look(self._board.slo_ttft_ns / NS_PER_S) and self._board.watched:
+            self._seam.call_when_idle(self._idle)  # an engine that steps says it by itself
 
     def _is_worth_a_look(self) -> bool:
         return self._loans.may_find_more(time.monotonic(), self._prefixes.offered, self._search)

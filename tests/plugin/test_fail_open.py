@@ -269,6 +269,21 @@ def test_a_strangers_write_does_not_keep_what_was_lent(lender: Lender, node_dir:
     eventually(lender.gets_everything_back, "all chunks are back in the pool")
 
 
+@pytest.mark.parametrize("part", ["learner.learn", "first_tokens.look", "prefixes.look"])
+def test_a_part_that_goes_on_failing_does_not_keep_what_was_lent(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The background thread alone brings memory back, whatever else it does in a round."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("injected")
+
+    name, _, method = part.partition(".")
+    monkeypatch.setattr(getattr(lender.scheduler.rose, name), method, broken)
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+    assert "injected" in lender.scheduler.rose.failed
+
+
 def test_a_node_state_that_cannot_be_read_ends_the_loan_and_no_more(
     lender: Lender, node_dir: Path, agent: Any
 ) -> None:
