@@ -12,27 +12,30 @@ from rose.coserve.records import ChunkState
 from rose.errors import LedgerError
 from rose.policy.coserving.chunks import MAPPED
 from rose.policy.coserving.events import Mark, Report
+from rose.policy.coserving.serving import chunks_at_start
 from vllm_plugin.memory import engine_number
 from vllm_plugin.roles import ENV_PEER_PAGES
 
 
-def chunks_away(directory: NodeDir, num_chunks: int, num_ranks: int) -> list[int]:
+def chunks_away(directory: NodeDir, num_chunks: int, num_ranks: int, chunk_pages: int) -> list[int]:
     """Chunks that production's workers have started without, as the rollout engine holds their pages; ask before anybody tells them what
     is wanted.
 
-    Of a worker that has not reported, none: its memory is vLLM's own.
-
-    Raises:
-        LedgerError: A report cannot be read.
+    Of a worker that has not reported, none: its memory is vLLM's own.  Of one whose report cannot be read, those that it was told to start
+    without.
     """
     found: set[int] = set()
     if ENV_PEER_PAGES not in os.environ:
         return []
     for rank in range(num_ranks):
         with closing(directory.rank("serving", rank, num_chunks)) as reader:
-            record = reader.read()
-            if record is not None and record.engine == engine_number():
-                found.update(chunk for chunk, state in enumerate(reader.extra) if state != MAPPED)
+            try:
+                record = reader.read()
+                if record is not None and record.engine == engine_number():
+                    found.update(chunk for chunk, state in enumerate(reader.extra) if state != MAPPED)
+            except LedgerError:
+                first = chunks_at_start(num_chunks, chunk_pages, int(os.environ[ENV_PEER_PAGES]))
+                found.update(range(first, num_chunks))
     return sorted(found)
 
 

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from rose.errors import ConfigError
 from rose.policy.compat import Support
 from vllm_plugin import compat
+from vllm_plugin.missing import Missing
 from vllm_plugin.prefix import PrefixKeys
 from vllm_plugin.roles import role
 from vllm_plugin.rollout import RolloutSide
@@ -40,9 +41,12 @@ class _Serving:
     """Mixin of the serving role."""
 
     rose: ServingSide | None = None
+    _rose_missing: Missing | None = None
+    """Where ROSE is off from the beginning: what of our memory we have started without."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        missing: Missing | None = None
         try:
             config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
             standing = compat.standing_of(config, "serving", kv_cache_config)
@@ -54,16 +58,22 @@ class _Serving:
                 config
             ):  # only the cache has told, and the workers have seen it too
                 logger.warning("ROSE shares compute only: %s", standing)
+            cache = kv_cache_config if elastic else compat.counted(kv_cache_config)
+            num_ranks, piece_bytes = config.parallel_config.world_size, compat.piece_bytes(config)
+            missing = Missing(self, cache, num_ranks if elastic else 0, piece_bytes)
             self.rose = ServingSide(
                 self,
-                kv_cache_config if elastic else compat.counted(kv_cache_config),
-                config.parallel_config.world_size,
+                cache,
+                num_ranks,
                 elastic,
-                piece_bytes=compat.piece_bytes(config),
+                piece_bytes=piece_bytes,
                 because=standing.row,
                 found=standing.found,
+                missing=missing,
             )
         except Exception as error:  # noqa: BLE001  # fail-open
+            if missing is not None and missing.take_back():
+                self._rose_missing = missing
             compat.stay_stock(error)
 
     def _safely(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -73,6 +83,14 @@ class _Serving:
             assert self.rose is not None
             self.rose.fail(error)
             return None
+
+    def _take_what_came(self) -> None:
+        assert self._rose_missing is not None
+        try:
+            self._rose_missing.before_schedule()
+        except Exception as error:  # noqa: BLE001  # fail-open: what is still missing stays so
+            logger.error("ROSE: what production was started without stays missing: %r", error)
+            self._rose_missing = None
 
     def rose_attach(self, engine: Any) -> None:
         if self.rose is not None:
@@ -90,6 +108,8 @@ class _Serving:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         rose = self.rose
         if rose is None:
+            if self._rose_missing is not None:
+                self._take_what_came()
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._safely(rose.before_schedule)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]

@@ -17,14 +17,11 @@ Fail-open: an exception in any hook ends in :meth:`ServingSide.fail`: the hooks 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from typing import Any
 
-from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.policy.compat import Row, row
 from rose.policy.coserving.loans import LoanBook
@@ -34,15 +31,13 @@ from rose.policy.coserving.steps import StepBook
 from rose.units import PAGE_BYTES, format_bytes
 from vllm_plugin import compat, internals
 from vllm_plugin.board import Board
-from vllm_plugin.capacity import Balloon
 from vllm_plugin.first_token_watch import FirstTokenWatch
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.loan_log import LoanLog
-from vllm_plugin.memory import ChunkPlan
-from vllm_plugin.pager_channel import PagerChannel, chunks_away
+from vllm_plugin.missing import Missing
+from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Trouble
 from vllm_plugin.prefix_watch import PrefixWatch
-from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.seam import Seam
 from vllm_plugin.serving_lease import HEARTBEAT_S, LentLease
 from vllm_plugin.serving_rounds import ServingRounds
@@ -63,6 +58,7 @@ class ServingSide:
         piece_bytes: In which pieces its memory comes and goes.
         because: The row of the compatibility table by which it takes part.
         found: What of the configuration the row was found by.
+        missing: What of its memory it has started without; None: looked at here.
 
     Attributes:
         failed: Why ROSE is off here; None while it is on.
@@ -79,18 +75,16 @@ class ServingSide:
         piece_bytes: int = compat.OS_PAGE_BYTES,
         because: Row | None = None,
         found: str = "",
+        missing: Missing | None = None,
     ) -> None:
         pool = internals.block_pool(scheduler)
         self.failed: str | None = None
-        self.plan = plan = ChunkPlan.of(kv_cache_config, piece_bytes)
-        self._dir = directory = NodeDir(os.environ[ENV_DIR])
-        self.seam = seam = Seam()
-        self.balloon = Balloon(pool, plan.chunk_blocks)
         num_pagers = num_ranks if elastic else 0
-        away = chunks_away(directory, plan.num_chunks, num_pagers)
         # First of all: whatever becomes of us below, no step meets memory that is not there.
-        for chunk in away:
-            self.balloon.inflate(chunk)
+        missing = missing or Missing(scheduler, kv_cache_config, num_pagers, piece_bytes)
+        self.plan, self._dir, self.balloon = missing.plan, missing.directory, missing.balloon
+        plan, directory, away = self.plan, self._dir, missing.chunks
+        self.seam = seam = Seam()
         self.ghost = GhostCache(
             pool,
             scheduler.block_size,
@@ -104,15 +98,14 @@ class ServingSide:
         self.book = ServingBook(plan.num_chunks, plan.chunk_pages, away)
         """Background thread only.  The balloon holds what is not in use by it, plus the seam's ``released`` less ``mapped``."""
         self.search, self.learner = LoanSearch(), StepLearner()
-        with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
-            lease = made.enter_context(compat.starting_lease() or directory.serving_lease_writer())
-            lease.extra[:] = pack_found(found)
-            board = made.enter_context(directory.serving_board_writer())
-            self._pagers = made.enter_context(
-                PagerChannel(directory, "serving", plan.num_chunks, num_pagers, wanted=True, away=away)
-            )
-            self._pagers.require_workers()
-            made.pop_all()
+        made = missing.files
+        lease = made.enter_context(compat.starting_lease() or directory.serving_lease_writer())
+        lease.extra[:] = pack_found(found)
+        board = made.enter_context(directory.serving_board_writer())
+        self._pagers = made.enter_context(
+            PagerChannel(directory, "serving", plan.num_chunks, num_pagers, wanted=True, away=away)
+        )
+        self._pagers.require_workers()
         trouble = Trouble()
         self._lease = LentLease(
             lease,

@@ -188,7 +188,7 @@ def test_the_pool_has_no_block_without_memory(
     assert (lease.phase, lease.total_pages, lease.reserved_pages) == (Phase.STARTING, 16, 11)
 
 
-def test_blocks_without_memory_stay_out_of_the_pool_where_we_are_switched_off(
+def test_blocks_without_memory_come_back_with_it_where_we_are_switched_off(
     config: Any,
     node_dir: Path,
     rank: Any,
@@ -207,9 +207,66 @@ def test_blocks_without_memory_stay_out_of_the_pool_where_we_are_switched_off(
         scheduler = harness.build(ServingScheduler, config)
 
     assert scheduler.rose is None
-    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 11 * 32 - 1
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == 11 * 32 - 1
+    marks = NodeDir(node_dir).chunks("serving", 16)
+    peer.write(RolloutLease())
+    eventually(lambda: bytes(marks.extra) == b"\1" * 16, "production asks for all of it")
+    assert pool.get_num_free_blocks() == 11 * 32 - 1, "what nobody has mapped yet is in no step"
+    mapped_by(rank, marks)
+
+    def is_whole() -> bool:
+        scheduler.schedule()
+        return pool.get_num_free_blocks() == 16 * 32 - 1
+
+    eventually(is_whole, "all blocks are in the pool")
     if compat._refusal is not None:
         compat._refusal.close()
+
+
+def test_a_report_that_cannot_be_read_puts_no_block_without_memory_into_the_pool(
+    config: Any,
+    node_dir: Path,
+    rank: Any,
+    peer: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody knows which chunks the worker has mapped: not more than what the peer left."""
+    from vllm_plugin import compat
+    from vllm_plugin.scheduler import ServingScheduler
+
+    monkeypatch.setattr(compat, "_refused", None)
+    monkeypatch.setattr(compat, "_refusal", None)
+    start(caplog, monkeypatch)
+    half_mapped(rank)
+    os.truncate(rank.path, 64)
+    scheduler = harness.build(ServingScheduler, config)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == 11 * 32 - 1
+
+    assert rank.mend()  # as its worker's pager does
+    marks = NodeDir(node_dir).chunks("serving", 16)
+    peer.write(RolloutLease())
+    eventually(lambda: bytes(marks.extra) == b"\1" * 16, "production asks for all of it")
+    mapped_by(rank, marks)
+
+    def is_whole() -> bool:
+        scheduler.schedule()
+        return pool.get_num_free_blocks() == 16 * 32 - 1
+
+    eventually(is_whole, "all blocks are in the pool")
+    if compat._refusal is not None:
+        compat._refusal.close()
+
+
+def mapped_by(rank: Any, marks: Any) -> None:
+    """As the worker's pager obeys marks for everything."""
+    record = marks.read()
+    assert record is not None
+    rank.extra[:] = b"\1" * 16
+    rank.write(RankState(resident_pages=16, generation=record.generation))
+    rank.wake()
 
 
 def test_where_attaching_failed_the_rest_comes_back_too(
@@ -238,11 +295,7 @@ def test_where_attaching_failed_the_rest_comes_back_too(
         peer.write(RolloutLease())
         peer.wake()
         eventually(lambda: bytes(marks.extra) == b"\1" * 16, "production asks for all of it")
-        record = marks.read()
-        assert record is not None
-        rank.extra[:] = b"\1" * 16
-        rank.write(RankState(resident_pages=16, generation=record.generation))
-        rank.wake()
+        mapped_by(rank, marks)
 
         def is_whole() -> bool:
             scheduler.schedule()
