@@ -85,6 +85,27 @@ class ProcSpec:
     before_kill_s: float = 0.15
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A socket of a process's: while it is open there and listens, no other user's program can listen in its place."""
+
+    path: str
+    socket: str
+
+    @classmethod
+    def of(cls, pid: int, fd: int) -> Listener:
+        """Raises :class:`OSError` where the process or its socket is gone."""
+        path = f"/proc/{pid}/fd/{fd}"
+        return cls(path, os.readlink(path))
+
+    def is_open(self) -> bool:
+        """Has the process it still?  One look."""
+        try:
+            return os.readlink(self.path) == self.socket
+        except OSError:
+            return False
+
+
 class Child:
     """A running program.  Made by :meth:`start`.  Methods may be called from any one thread at a time."""
 
@@ -191,6 +212,29 @@ class Child:
     def processes(self) -> list[psutil.Process]:
         """Everything of it that is alive: guard, program, descendants."""
         return processes_below(self._guard.pid, guard_ended=self._guard.poll() is not None)
+
+    def require_listener(self, port: int) -> Listener:
+        """The socket of one of its processes that listens on TCP ``port``.
+
+        A server may bind its port long before it listens there; meanwhile another user's program can do both, and answer in its place.
+
+        Raises:
+            EngineError: None of them does, whoever else may.
+        """
+        for process in self.processes():
+            try:
+                found = process.net_connections("tcp")
+            except psutil.Error:  # it has ended, or does not let us look
+                continue
+            for one in found:
+                if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                    with contextlib.suppress(OSError):
+                        return Listener.of(process.pid, one.fd)
+        raise EngineError(
+            f"port {port} is not the {self.spec.name}'s: none of its processes listens there, whoever may",
+            field=self.spec.name,
+            fix="end the program that does, or name another port",
+        )
 
     def lift(self, on: bool) -> bool:
         """Give an idle-class tree a normal share of its cores, or take it away again.

@@ -37,7 +37,7 @@ from rose.lineage import Lineage, WeightVersion, check_run
 from rose.policy import deadlines
 from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
-from rose.proc import Child, ProcSpec, open_log, require_free_port
+from rose.proc import Child, Listener, ProcSpec, open_log, require_free_port
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
@@ -87,6 +87,8 @@ class RolloutEngine:
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self.log = EngineLog(config)
         self._child: Child | None = None
+        self._listener: Listener | None = None
+        """Of the engine that was started last, once it has answered: before each call, for the token may go to nobody else."""
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._sentinel_at_s = 0.0
         self._client: httpx.AsyncClient | None = None
@@ -195,6 +197,7 @@ class RolloutEngine:
             if self.config.serving is not None:
                 self._sentinel = self._start_sentinel(child)
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
+            self._listener = await asyncio.to_thread(child.require_listener, engine.port)
             self._client = open_client(bearer(self.token))
             await self.refresh_status()
         except asyncio.CancelledError:
@@ -539,6 +542,8 @@ class RolloutEngine:
         """
         if self._client is None:
             raise EngineError("is not running", field="rollout engine")
+        if self._listener is not None and not self._listener.is_open() and self._child is not None:
+            self._listener = await asyncio.to_thread(self._child.require_listener, self.config.engine.port)
         found = await ask(
             self._client,
             method,

@@ -1,7 +1,8 @@
 """A rollout engine without a model: the same command line, environment, routes, files and memory as the real one.
 
 It holds real pages (``HostPagePool``), obeys ``allowed_pages``, and reports what the kernel says.  ``FAKE_MODE``:
-``stubborn`` never gives a page back, ``die`` ends at once, ``deaf`` is stubborn and ignores SIGTERM, ``segments`` makes
+``stubborn`` never gives a page back, ``die`` ends at once, ``deaf`` is stubborn and ignores SIGTERM, ``mute`` never listens, ``leaves`` listens until it is told to
+leave, ``segments`` makes
 shared memory as vLLM's message queues do.  The standard library's server: a hundred of them are started, and an import of aiohttp would be
 most of what each costs.
 """
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -212,8 +214,8 @@ class Routes(BaseHTTPRequestHandler):
         pass
 
 
-def serve(engine: FakeEngine, host: str, port: int) -> None:
-    """The routes, in threads of their own."""
+def serve(engine: FakeEngine, host: str, port: int) -> Callable[[], None]:
+    """The routes, in threads of their own; what ends them and gives up the port."""
 
     class Server(ThreadingTCPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -221,8 +223,30 @@ def serve(engine: FakeEngine, host: str, port: int) -> None:
         daemon_threads = True
         request_queue_size = 64
 
+        def process_request(self, request: Any, client_address: Any) -> None:
+            connections.append(request)
+            super().process_request(request, client_address)
+
+    connections: list[socket.socket] = []
     server = Server((host, port), type("Own", (Routes,), {"engine": engine}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def leave() -> None:
+        server.shutdown()
+        server.server_close()
+        for one in connections:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    return leave
+
+
+def leave_when_told(leave: Callable[[], None]) -> None:
+    """Once there is a file of that name beside the report."""
+    told = Path(os.environ["FAKE_REPORT"]).with_name("leave")
+    while not told.exists():
+        time.sleep(0.02)
+    leave()
 
 
 def main() -> None:
@@ -250,7 +274,10 @@ def main() -> None:
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine = FakeEngine(mode, os.environ.get("FAKE_VERSION", "0.0"))
-    serve(engine, args.host, args.port)
+    if mode != "mute":
+        leave = serve(engine, args.host, args.port)
+        if mode == "leaves":
+            threading.Thread(target=leave_when_told, args=(leave,), daemon=True).start()
     print("fake engine is up", flush=True)
     engine.run()
 
