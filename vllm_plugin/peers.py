@@ -61,7 +61,7 @@ class Peers:
         self._trouble = trouble
         self._lease = node_dir.rollout_lease()
         self._ranks = RankReaders(node_dir, "rollout")
-        self._last_read: dict[int, int] = {}
+        self._last_read: dict[int, tuple[int, int]] = {}
         self._met = 0
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Peers:
         return alive
 
     def pages(self) -> int:
-        """Pages that rollout engines hold.
+        """Pages that rollout engines hold of a device: each rank of an engine has one, and the same chunks there.
 
         By the lease; where that has no writer or cannot be read, by what living workers say: a dead engine core keeps no memory from
         production, and a worker may outlive its core for a moment.  Of a living process whose files cannot be read, the last that was
@@ -103,7 +103,11 @@ class Peers:
         workers = self._meet_workers()
         if not workers and not readable and self._lease.is_written():
             return ALL_PAGES
-        return sum(self._held_by(rank, reader) for rank, reader in workers.items())
+        held_by: dict[int, int] = {}
+        for rank, reader in workers.items():
+            engine, pages = self._held_by(rank, reader)
+            held_by[engine] = max(pages, held_by.get(engine, 0))
+        return sum(held_by.values())
 
     def _meet_workers(self) -> dict[int, RecordReader[Any]]:
         """A directory that was made anew with a wrong mode has nobody in it whom we could meet, and keeps no memory from production."""
@@ -114,16 +118,18 @@ class Peers:
             self._trouble.over("the directory")
         return workers
 
-    def _held_by(self, rank: int, reader: RecordReader[Any]) -> int:
+    def _held_by(self, rank: int, reader: RecordReader[Any]) -> tuple[int, int]:
+        """Its engine, and the pages that it has."""
         try:
             if reader.alive():
                 record = reader.read()
-                self._last_read[rank] = max(0, record.resident_pages) if record is not None else 0
-                return self._last_read[rank]
+                found = (record.engine, max(0, record.resident_pages)) if record is not None else (0, 0)
+                self._last_read[rank] = found
+                return found
         except LedgerError as error:
             self._trouble.say(reader.path.name, error)
             if reader.is_written():
-                return self._last_read.get(rank, ALL_PAGES)
+                return self._last_read.get(rank, (0, ALL_PAGES))
         self._ranks.forget(rank)
         self._last_read.pop(rank, None)
-        return 0
+        return 0, 0

@@ -80,6 +80,22 @@ def test_of_damaged_files_the_last_that_was_read_counts(node: NodeDir, engine: t
     assert peers.pages() == 0
 
 
+@pytest.mark.parametrize(
+    ("number", "pages"), [(0, HELD), (5, HELD + 3)], ids=["of one engine", "of two engines"]
+)
+def test_ranks_of_an_engine_hold_their_pages_on_a_device_each_and_engines_add_up(
+    node: NodeDir, engine: tuple[Any, Any], number: int, pages: int
+) -> None:
+    lease, _ = engine
+    with node.rank_writer("rollout", 1, CHUNKS) as second:
+        second.write(RankState(engine=number, resident_pages=3))
+        lease.close()  # its core is dead, its workers not yet
+        peers = Peers(node, Trouble())
+        assert peers.pages() == pages
+        spoil(second)
+        assert peers.pages() == pages, "the last that was read"
+
+
 def test_what_a_dead_engine_left_in_its_files_keeps_nothing(node: NodeDir, engine: tuple[Any, Any]) -> None:
     lease, rank = engine
     spoil(lease, rank)

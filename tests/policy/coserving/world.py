@@ -396,7 +396,7 @@ class World:
             return self.r_lease
         if self.mutant.follows_the_name and "rollout.rank0" in self.gone:
             return 0
-        return sum(sum(map(bool, p.report.states)) for p in self.r_pagers if p.alive)
+        return max((sum(map(bool, p.report.states)) for p in self.r_pagers if p.alive), default=0)
 
     def _copied_pager(self, name: str) -> Pager:
         """Worlds share what they have not changed."""
