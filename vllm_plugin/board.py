@@ -20,6 +20,7 @@ from rose.policy.coserving.timing import encoder_steps, latest_start, prompt_wor
 from rose.units import NS_PER_S
 from vllm_plugin import internals
 from vllm_plugin.capacity import Balloon
+from vllm_plugin.first_token_watch import arrival_ns
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.peers import Trouble, require_own
 from vllm_plugin.waiting import WAITING_LOOKED_AT
@@ -163,7 +164,7 @@ class Board:
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             if head is not None:
                 waiting_tokens = head.num_tokens
-                ttft_deadline = self._first_token_deadline(head, waiting_tokens, running, now_ns)
+                ttft_deadline = self._first_token_deadline(head, waiting_tokens, running)
         if running:
             # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
             # Such requests are the last that were let in.
@@ -173,7 +174,7 @@ class Board:
                     break
                 owes_first = True
                 if slo_ttft_ns:
-                    deadline = self._first_token_deadline(request, left, running - 1, now_ns)
+                    deadline = self._first_token_deadline(request, left, running - 1)
                     ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
         self.file.put(
@@ -195,11 +196,10 @@ class Board:
             owes_first,
         )
 
-    def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int, now_ns: int) -> int:
+    def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int) -> int:
         """Until when work on a prompt of ``tokens`` beside ``num_decodes`` requests must start."""
-        age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
         work_ns = self._prompt_ns(request, tokens, num_decodes)
-        return max(1, latest_start(now_ns - age_ns, self.slo_ttft_ns, work_ns))
+        return max(1, latest_start(arrival_ns(request), self.slo_ttft_ns, work_ns))
 
     def _prompt_ns(self, request: Any, tokens: int, num_decodes: int) -> int:
         """How long ``tokens`` of a request's prompt take, and what its images need first, beside ``num_decodes`` requests."""

@@ -4,6 +4,9 @@ At the end of a step the engine thread looks only at those that have begun and h
 them there as well, and to look for who waits too long, took a third of what all hooks cost.  The count is that of
 :class:`~rose.policy.coserving.first_tokens.FirstTokens`, with the times at which steps ended.  It is behind by a round at most, a quarter of a second; who
 reads it (:class:`rose.policy.watch.SloGuard`) looks over seconds.
+
+Times are of the monotonic clock.  vLLM stamps a request's arrival by the wall clock, in its server's process: that is read once, when the
+request comes to us, for the time it has taken until then.  A step of the wall clock later makes nobody late, and no deadline later.
 """
 
 from __future__ import annotations
@@ -13,12 +16,24 @@ from collections import deque
 from typing import Any
 
 from rose.policy.coserving.first_tokens import FirstTokens
+from rose.units import NS_PER_S
 from vllm_plugin import internals
 
 MOST_BEHIND = 4096
 """Arrivals, and steps with first tokens, that wait for a round; of more, the oldest are forgotten and not counted."""
 LOOKED_AT = 256
 """Late requests in one round; the next rounds go on with the others."""
+_ARRIVED = "rose_arrived"
+"""Noted on vLLM's request: its stamp of the arrival, and the monotonic clock's nanoseconds of that moment."""
+
+
+def arrival_ns(request: Any) -> int:
+    """When a request arrived, by the monotonic clock; of one that came while nothing was promised, or of a session's turn that is not its
+    latest, by how far the wall clock is from it now.  Any thread."""
+    stamped_s, at_ns = getattr(request, _ARRIVED, (None, 0))
+    if stamped_s == request.arrival_time:
+        return at_ns
+    return time.monotonic_ns() - int((time.time() - request.arrival_time) * NS_PER_S)
 
 
 class FirstTokenWatch:
@@ -41,7 +56,11 @@ class FirstTokenWatch:
 
     def arrived(self, request: Any) -> None:
         """A request, or a session's next turn, has arrived."""
-        self._noted.append((request.request_id, request.arrival_time))
+        name, stamped_s = request.request_id, request.arrival_time
+        at_s = time.monotonic() - max(0.0, time.time() - stamped_s)
+        # A session's next turn becomes one of the request that is there.
+        setattr(self._scheduler.requests.get(name, request), _ARRIVED, (stamped_s, int(at_s * NS_PER_S)))
+        self._noted.append((name, at_s))
 
     def ended(self, output: Any) -> None:
         """The step that was put together as ``output`` has ended."""
@@ -58,7 +77,7 @@ class FirstTokenWatch:
             (came if request is None or request.num_output_tokens else still).append(one)
         self._starting = still
         if came:
-            self._noted.append((came, time.time()))
+            self._noted.append((came, time.monotonic()))
 
     def off(self) -> None:
         """Nothing is promised any more."""
@@ -68,7 +87,7 @@ class FirstTokenWatch:
 
     def look(self, promised_s: float) -> bool:
         """Once a round: which have come, and who has waited longer than ``promised_s``, 0 where nothing is promised; whether more are late."""
-        book, now_s = self._book, time.time()
+        book, now_s = self._book, time.monotonic()
         before = book.num_late
         for _ in range(len(self._noted)):
             who, at_s = self._noted.popleft()

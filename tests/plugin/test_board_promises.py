@@ -122,6 +122,31 @@ def test_no_first_token_is_owed_to_who_has_had_it_or_to_a_session_that_waits_for
     assert record.owes_first == 1
 
 
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_step_of_the_wall_clock_moves_no_promise_and_breaks_none(
+    scheduler: Any, node_dir: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """A machine that was resumed, or whose clock was set: nobody has waited longer for that, nor shorter."""
+    board_of = scheduler.rose._board
+    board_of.slo_ttft_ns = 600 * 10**9
+    scheduler.add_request(harness.request("a"))
+    board = NodeDir(node_dir).serving_board()
+
+    def told() -> Any:
+        scheduler.rose.first_tokens.look(board_of.slo_ttft_ns / 1e9)
+        board_of.write(busy=False)
+        record = board.read()
+        assert record is not None
+        return record
+
+    before = told()
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + jump_s)
+    after = told()
+    assert after.breaches == 0
+    assert abs(after.ttft_deadline_ns - before.ttft_deadline_ns) < 10**9
+
+
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended
 
 

@@ -17,22 +17,22 @@ from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import SimWorld
 from tests.plugin import harness
-from vllm_plugin import board as board_module
 from vllm_plugin import first_token_watch
 
 LIMIT_S = 1.0
 
 
 class Clock:
-    """The wall clock, moved by hand."""
+    """What the watch reads of the two clocks, moved by hand: ``wall_s`` is how far the wall clock is off."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1e9
+        self.now_s, self.wall_s = 1e9, 0.0
         hooks_time = SimpleNamespace(
-            time=lambda: self.now_s, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns
+            time=lambda: self.now_s + self.wall_s,
+            monotonic=lambda: self.now_s,
+            monotonic_ns=lambda: int(self.now_s * 1e9),
         )
-        for module in (first_token_watch, board_module):
-            monkeypatch.setattr(module, "time", hooks_time)
+        monkeypatch.setattr(first_token_watch, "time", hooks_time)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def scheduler(
 
 def add(scheduler: Any, clock: Clock, request_id: str, **more: Any) -> Any:
     request = harness.request(request_id, **more)
-    request.arrival_time = clock.now_s
+    request.arrival_time = clock.now_s + clock.wall_s
     scheduler.add_request(request)
     return request
 
@@ -133,6 +133,21 @@ def test_who_still_waits_counts_when_its_limit_has_passed_and_not_again_with_its
         harness.step(scheduler)
 
     assert breaches(scheduler, node_dir) == 3
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_step_of_the_wall_clock_makes_nobody_late_and_hides_nobody_who_is(
+    scheduler: Any, clock: Clock, node_dir: Path, jump_s: float
+) -> None:
+    scheduler.max_num_scheduled_tokens = 16
+    for name in ("a", "b"):
+        add(scheduler, clock, name, num_tokens=64)
+    clock.wall_s = jump_s
+    assert breaches(scheduler, node_dir) == 0
+    output = scheduler.schedule()
+    clock.now_s += 1.1
+    harness.answer(scheduler, output)
+    assert breaches(scheduler, node_dir) == 2
 
 
 def test_many_that_are_late_at_once_are_counted_in_several_looks(

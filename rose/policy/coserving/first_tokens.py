@@ -9,7 +9,7 @@ What a request waits for that no step can give it (a grammar, its client) counts
 
 On production's step path: scalars in and out, and a look costs the same however many wait.
 
-Pure: no I/O, no clock.  Times are seconds on the clock of the requests' arrival.
+Pure: no I/O, no clock.  Times are seconds on one monotonic clock.
 """
 
 from __future__ import annotations
