@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 300.0
 """For an actor that has room: Ray notices the death of a node after half a minute, and starts it elsewhere."""
 TROUBLE_EVERY_S = 30.0
-"""Between two looks at what keeps the rewards from coming that a manager waits for."""
+"""Between two looks at what keeps the engines or rewards from coming that a manager waits for."""
 MAX_GIVEN_UP = 2
 """Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
 MAX_REMEMBERED = 10_000
@@ -102,7 +102,7 @@ class Actors:
         self._trainer: Any = None
         self._ranks: list[Any] = []
         self._told: set[tuple[str, str]] = set()
-        """Troubles of rewards that the log has: task and sort."""
+        """Troubles of episodes that the log has: whose, and their sort."""
         self._looked_s: dict[int, float] = {}
 
     @property
@@ -277,8 +277,8 @@ class Actors:
         return await self._playing(manager, self._managers[manager].run.remote(list(plans)))
 
     async def _playing(self, manager: int, reference: Any) -> Any:
-        """:func:`answer_of` a call that plays episodes.  Why their rewards do not come is logged meanwhile, once: a step that waits
-        for them says nothing until it ends."""
+        """:func:`answer_of` a call that plays episodes.  Why no engine takes their turns, or their rewards do not come, is logged meanwhile,
+        once: a step that waits for them says nothing until it ends, and a manager's own log is read by nobody."""
         answer = asyncio.ensure_future(answer_of(reference))
         try:
             while not (await asyncio.wait({answer}, timeout=TROUBLE_EVERY_S))[0]:
@@ -293,14 +293,14 @@ class Actors:
             return  # another of its calls has looked
         self._looked_s[manager] = now_s
         try:
-            asked = answer_of(self._managers[manager].reward_trouble.remote())
+            asked = answer_of(self._managers[manager].trouble.remote())
             found = await asyncio.wait_for(asked, PING_TIMEOUT_S)
         except (ActorDied, RoseError, TimeoutError):
             return  # the call itself will say so
-        for name, sort, words in found:
-            if (name, sort) not in self._told:
-                self._told.add((name, sort))
-                logger.warning("rewards%s: %s", f" of {name}" if name else "", words)
+        for whose, sort, words in found:
+            if (whose, sort) not in self._told:
+                self._told.add((whose, sort))
+                logger.warning("%s: %s", whose, words)
 
     async def stop_episodes(self) -> None:
         """The run is over: what managers still play is for nobody.  Without it engines would go on with it until the scheduler

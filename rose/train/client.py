@@ -5,7 +5,8 @@ Answers are checked for shape here; what is inside a trajectory is checked by ``
 
 Retries: a scheduler that cannot be reached, be it for a proxy's 502 or 504, is asked again for ``retry_s``, because it
 may be restarting and loses nothing when it does; one that says 429 or 503, for as long as the call may take.  A turn that has no
-answer after ``turn_timeout_s`` has run out of time (504), whoever it waited for.  Each repeated call is safe: a turn carries its number and its
+answer after ``turn_timeout_s`` has run out of time (504), whoever it waited for; where the scheduler had said why it waits, the error says
+so too.  Each repeated call is safe: a turn carries its number and its
 retry count, so the scheduler joins or replays it; finishing, leasing (a batch has a name), acknowledging, giving back,
 publishing and resuming are idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it
 when it is complete.
@@ -76,6 +77,9 @@ class SchedulerClient:
     trainer_token: For batches and versions; None where only episodes are run.
     turn_timeout_s: Longest wait for one turn, in line or at an engine.
     retry_s: How long an unreachable scheduler is tried again.
+
+    Attributes:
+        no_engine: Why no engine takes its turns, by the scheduler's word; empty when one has been answered since.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class SchedulerClient:
         self._retry_s = retry_s
         self._pool: Pool | None = None
         self._is_closed = False
+        self.no_engine = ""
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -344,6 +349,12 @@ class SchedulerClient:
         except RoseError as error:
             raise EngineError("holds something that is no version", field="versions") from error
 
+    async def runs_of_engines(self) -> list[str]:
+        """The run that each engine the scheduler knows has its weights of; empty for one that has named none yet."""
+        answer = await self._call("GET", "/workers", self._by("trainer"))
+        found = _field(answer, "workers", list)
+        return [_field(one, "run", str) for one in found]
+
     async def discards(self, job: str) -> dict[str, list[int]]:
         """What the scheduler has thrown away of the job: ``{cause: [shortest quarter of lengths, ..., longest]}``."""
         answer = await self._call("GET", "/status", self._by("trainer"))
@@ -432,6 +443,7 @@ class SchedulerClient:
         started_s = time.monotonic()
         unreachable_since_s: float | None = None
         delay_s, num_retries = FIRST_DELAY_S, 0
+        waits_because = ""
         while True:
             sent = {**token, **kind, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
             url = self._addresses.current
@@ -457,10 +469,10 @@ class SchedulerClient:
                     # Something between us and the scheduler, which may be restarting behind it.
                     raise PeerLost(f"HTTP {status}")
                 unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
-                if status == 204:
-                    return None
                 if status < 300:
-                    return _parse(raw, path)
+                    if has_deadline:
+                        self.no_engine = ""
+                    return None if status == 204 else _parse(raw, path)
                 raise error_of(status, raw, retry_after)
             except AnswerTooLarge as error:
                 raise EngineError(f"the answer exceeds {max_bytes} bytes", field=path) from error
@@ -469,10 +481,12 @@ class SchedulerClient:
                 waited_s = time.monotonic() - started_s
                 if error.retry_after_s is None:
                     raise
+                if has_deadline and error.status == 503 and error.code != NOT_ACTIVE:
+                    self.no_engine = waits_because = error.message
                 is_elsewhere = error.code == NOT_ACTIVE and self._addresses.leave(url)
                 if waited_s >= max(self._retry_s, timeout_s):
                     if has_deadline:
-                        raise _late(timeout_s) from error
+                        raise _late(timeout_s, waits_because) from error
                     raise
                 if not is_elsewhere:
                     delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
@@ -488,7 +502,7 @@ class SchedulerClient:
                     num_retries += 1
                     continue
                 if has_deadline and is_reached and isinstance(error, TimeoutError):
-                    raise _late(timeout_s) from error
+                    raise _late(timeout_s, waits_because) from error
                 now_s = time.monotonic()
                 # Counted from the first failure: a connection may break after minutes of waiting.
                 unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s
@@ -503,10 +517,9 @@ class SchedulerClient:
             num_retries += 1
 
 
-def _late(timeout_s: float) -> CapacityError:
-    return CapacityError(
-        f"no answer within {timeout_s:g} s", status=504, retry_after_s=None, field="scheduler.turn_timeout_s"
-    )
+def _late(timeout_s: float, because: str) -> CapacityError:
+    said = f"no answer within {timeout_s:g} s{because and f': {because}'}"
+    return CapacityError(said, status=504, retry_after_s=None, field="scheduler.turn_timeout_s")
 
 
 def _table(body: Any) -> dict[str, Any]:

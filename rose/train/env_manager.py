@@ -140,10 +140,14 @@ class EnvManager:
         runners = [*self._runners.values(), *self._evaluators.values()]
         return sum(one.num_started for one in runners), sum(one.num_ended for one in runners)
 
-    async def reward_trouble(self) -> list[tuple[str, str, str]]:
-        """What keeps rewards from coming: name of the task, sort, words; see :meth:`rose.train.rewards.RewardPool.trouble`."""
-        return [
-            (name, sort, words)
+    async def trouble(self) -> list[tuple[str, str, str]]:
+        """What keeps episodes from ending: whose (``turns``, or the rewards of a task), sort, words.
+
+        See :attr:`rose.train.client.SchedulerClient.no_engine` and :meth:`rose.train.rewards.RewardPool.trouble`.
+        """
+        because = self._client.no_engine
+        return [("turns", because, because)] * bool(because) + [
+            (f"rewards of {name}" if name else "rewards", sort, words)
             for name, pool in self._pools.items()
             for sort, words in pool.trouble().items()
         ]

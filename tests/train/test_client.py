@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from rose.auth import Tokens
+from rose.config import load_config
 from rose.errors import CapacityError, EngineError, TrainError
 from rose.train.client import SchedulerClient, error_of
+from rose.train.env_manager import EnvManager
+from rose.train.train_config import TrainConfig
+from tests.train.local_actors import LocalActor, LocalActors
 
 
 @asynccontextmanager
@@ -169,6 +175,61 @@ async def test_a_turn_that_finds_no_worker_waits_in_line_until_its_time_is_over(
         with pytest.raises(CapacityError, match="no answer within") as late:
             await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
     assert (late.value.status, num_asked > 1) == (504, True)
+
+
+NO_RUN = "no worker could take the turn in time: no engine follows the run that trains this job"
+
+
+def no_run() -> web.Response:
+    body = {"error": {"message": NO_RUN, "code": "no_capacity"}}
+    return web.json_response(body, status=503, headers={"Retry-After": "0"})
+
+
+async def test_a_turn_that_was_refused_until_its_time_was_over_says_why() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return no_run()
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, environment_token="a" * 16, retry_s=0.0, turn_timeout_s=0.3) as client,
+    ):
+        with pytest.raises(CapacityError, match="no answer within") as late:
+            await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
+    assert NO_RUN in late.value.message
+
+
+class Asking(EnvManager):
+    """Its group is one turn, and no more."""
+
+    async def run(self, plans: Any) -> Any:
+        await self._client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
+
+
+async def test_who_waits_for_an_engine_is_told_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the driver: nobody reads the log of an actor of a private cluster."""
+    monkeypatch.setattr("rose.train.actors.TROUBLE_EVERY_S", 0.0)
+
+    def told() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.name == "rose.train.actors"]
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if told():
+            return web.json_response({"choices": [{"message": {"content": "ok"}}]})
+        return no_run()
+
+    async with answering(handle) as url:
+        job = Path(__file__).parents[2] / "examples" / "frozenlake_grpo.toml"
+        config = load_config(TrainConfig, job, [f'scheduler.url="{url}"'])
+        tokens = Tokens.generate()
+        actors, manager = LocalActors(config, tokens, None), Asking(config, tokens)
+        actors._managers = [LocalActor(manager)]
+        async with asyncio.timeout(10):
+            await actors.run_on(0, [])
+        assert await manager.trouble() == []  # it has an engine now
+        await manager.close()
+    assert told() == [f"turns: {NO_RUN}"]
 
 
 async def test_a_reward_of_numpy_s_and_text_that_is_no_unicode_are_sent() -> None:

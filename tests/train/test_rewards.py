@@ -155,12 +155,12 @@ async def test_who_waits_for_a_slow_reward_worker_is_told_once(
     up, looks = asyncio.Event(), 0
 
     class Looked(Waiting):
-        async def reward_trouble(self) -> Any:
+        async def trouble(self) -> Any:
             nonlocal looks
             looks += 1
             if looks == 3:
                 up.set()
-            return await super().reward_trouble()
+            return await super().trouble()
 
     tokens = Tokens.generate()
     actors = LocalActors(config, tokens, None)
