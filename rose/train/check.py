@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rose.auth import Tokens
 from rose.config import Section
@@ -35,8 +35,18 @@ from rose.train.settings_check import check_effects, check_model_settings, check
 from rose.train.train_config import JobTask, TrainConfig
 from rose.train.workers import Parts
 
+T = TypeVar("T")
+
 ASK_S = 10.0
 """For an answer of the scheduler."""
+MAX_NAMED = 5
+"""Runs that a remark names."""
+
+
+class Remark(str):
+    """What was found is as it should not stay; a start is not refused for it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +55,7 @@ class JobCheck:
 
     name: str
     look: Callable[[], str]
-    """What was found, in short.  Raises a :class:`~rose.errors.RoseError` where the job cannot run with it, and whatever the job's own code raises."""
+    """What was found, in short, as a :class:`Remark` where somebody should look at it.  Raises a :class:`~rose.errors.RoseError` where the job cannot run with it, and whatever the job's own code raises."""
     needs: tuple[str, ...] = ()
     """Checks by name; where one of them has failed there is nothing to look at."""
 
@@ -84,6 +94,7 @@ def checks_of_the_start(config: TrainConfig) -> list[JobCheck]:
         JobCheck(name="libraries", look=partial(_libraries, config)),
         JobCheck(name="Ray", look=partial(_ray, config), needs=("libraries",)),
         JobCheck(name="scheduler", look=partial(_scheduler, config), needs=("token file",)),
+        JobCheck(name="engines", look=partial(_engines, config), needs=("token file", "scheduler")),
         JobCheck(name="weights", look=partial(_weights, config), needs=("token file",)),
     ]
     if config.lend.node_dir is not None:
@@ -251,23 +262,48 @@ def _ray(config: TrainConfig) -> str:
     return f"the cluster at {address} will be joined; whether it has room was not asked"
 
 
-def _scheduler(config: TrainConfig) -> str:
+def _asked(config: TrainConfig, question: Callable[[SchedulerClient], Coroutine[Any, Any, T]]) -> T:
+    """An answer of the scheduler's.
+
+    Raises:
+        ConfigError: There is none in time.
+        RoseError: It refuses.
+    """
     token, url = tokens_of(config).trainer, config.scheduler.url
 
-    async def attempt() -> int:
-        async with SchedulerClient(url, trainer_token=token, retry_s=0.0) as client:
-            return await client.latest_attempt(config.job)
-
-    async def in_time() -> int:
+    async def in_time() -> T:
         try:
-            async with asyncio.timeout(ASK_S):
-                return await attempt()
+            async with (
+                asyncio.timeout(ASK_S),
+                SchedulerClient(url, trainer_token=token, retry_s=0.0) as client,
+            ):
+                return await question(client)
         except TimeoutError:
             raise ConfigError(f"{url} did not answer in {ASK_S:.0f} s", field="scheduler.url") from None
 
-    found = asyncio.run(in_time())
+    return asyncio.run(in_time())
+
+
+def _scheduler(config: TrainConfig) -> str:
+    found = _asked(config, lambda client: client.latest_attempt(config.job))
     known = f"knows attempt {found} of {config.job}" if found else f"has not heard of {config.job}"
-    return f"{url} takes the trainer's token, and {known}"
+    return f"{config.scheduler.url} takes the trainer's token, and {known}"
+
+
+def _engines(config: TrainConfig) -> str:
+    """A node may come, or be given another run by the scheduler, before a turn is sampled: no more than a remark."""
+    runs = _asked(config, lambda client: client.runs_of_engines())
+    if not runs:
+        return "none is there yet"
+    run, has = config.run_id, runs.count(config.run_id)
+    if has or "" in runs:
+        unnamed = f", {runs.count('')} have named none yet" if "" in runs else ""
+        return f"{has} of {len(runs)} {'has' if has == 1 else 'have'} run {run}{unnamed}"
+    others = ", ".join(sorted(set(runs))[:MAX_NAMED])
+    return Remark(
+        f"none of {len(runs)} has run {run}: they have {others}; turns of this job wait until a node has "
+        f'run_id = "{run}" in its [weights], or weights.run_id of the job is theirs'
+    )
 
 
 def _weights(config: TrainConfig) -> str:

@@ -24,6 +24,7 @@ from rose.config import load_config
 from rose.errors import ConfigError, RoseError
 from rose.train.check import (
     JobCheck,
+    Remark,
     check_checkpoint,
     check_writable,
     checks_of,
@@ -95,7 +96,11 @@ def check_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
             console.print(f"--  {check.name}: was not looked at without {lacking[0]}")
             continue
         try:
-            console.print(f"ok  {check.name}: {check.look()}")
+            found = check.look()
+            is_remark = isinstance(found, Remark)
+            console.print(
+                f"{'!!' if is_remark else 'ok'}  {check.name}: {found}", style="yellow" if is_remark else None
+            )
         except Exception as error:  # noqa: BLE001 - the job's own code may raise anything
             failed.add(check.name)
             said = str(error) if isinstance(error, RoseError) else f"{type(error).__name__}: {error}"
@@ -103,7 +108,9 @@ def check_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     console.print("\nsettings in force (of tables named settings: their keys)")
     for name, value, origin in settings_of(job):
         console.print(f"{name:<36} {_shown(value):<24} {origin}")
-    console.print("\nnot looked at: the model's weights, room in Ray's cluster, engines, services of rewards")
+    console.print(
+        "\nnot looked at: the model's weights, room in Ray's cluster, what engines do, services of rewards"
+    )
     console.print(f"{len(failed)} of {len(checks)} checks failed" if failed else "the job can be started")
     return 2 if failed else 0
 

@@ -24,6 +24,7 @@ from rose.train.cli import Screen, _line
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.file_store import FileStore
+from tests.train.file_publisher import RUN as FOLLOWED
 from tests.train.world import running_world
 
 
@@ -59,11 +60,12 @@ def test_of_a_job_that_can_run_all_is_said_and_nothing_is_started(tmp_path: Path
     names = [line[4:].partition(":")[0] for line in lines if line.startswith("ok  ")]
     assert names == [
         "job", "settings", "model", "tokenizer", "chat template", "environment", "reward", "output_dir",
-        "token file", "libraries", "Ray", "scheduler", "weights",
+        "token file", "libraries", "Ray", "scheduler", "engines", "weights",
     ]  # fmt: skip
     assert "ok  environment: frozenlake, 4 tasks, 4 answers, each one token" in lines
     assert f"ok  output_dir: {tmp_path / 'out'}, begins anew" in lines
     assert f"ok  scheduler: {world.url} takes the trainer's token, and has not heard of lake" in lines
+    assert "ok  engines: none is there yet" in lines
     assert f"ok  weights: {relay.url} answers, run lake has published nothing" in lines
     rows = {parts[0]: parts[1:] for line in lines if (parts := line.split())}
     assert rows["rollout.group_size"] == ["8", "job"]
@@ -88,14 +90,15 @@ def test_of_a_job_that_cannot_run_all_that_is_wrong_is_said_at_once(tmp_path: Pa
     assert code == 2
     said = {line[4:].partition(":")[0]: line for line in lines if line.startswith(("NO  ", "--  "))}
     assert said.keys() == {
-        "model", "tokenizer", "chat template", "environment", "reward", "output_dir", "token file", "scheduler", "weights",
+        "model", "tokenizer", "chat template", "environment", "reward", "output_dir", "token file", "scheduler", "engines",
+        "weights",
     }  # fmt: skip
     assert "nowhere is not a model folder" in said["model"]
     assert said["tokenizer"] == "--  tokenizer: was not looked at without model"
     assert "unknown reward 'oracle'" in said["reward"]
     assert "output_dir: " in said["output_dir"]
     assert said["scheduler"] == "--  scheduler: was not looked at without token file"
-    assert lines[-1] == "9 of 12 checks failed"
+    assert lines[-1] == "10 of 13 checks failed"
 
 
 def test_a_scheduler_that_does_not_answer_is_not_waited_for(tmp_path: Path, policy_model: Path) -> None:
@@ -111,7 +114,31 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(tmp_path: Path, poli
     assert code == 2
     (told,) = [line for line in lines if line.startswith("NO  ")]
     assert told.startswith("NO  scheduler: ")
-    assert lines[-1] == "1 of 12 checks failed"
+    assert "--  engines: was not looked at without scheduler" in lines
+    assert lines[-1] == "2 of 13 checks failed"
+
+
+def test_a_run_that_no_engine_follows_is_remarked_and_refuses_nothing(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    """A node may be given another run before the job starts, or by the scheduler."""
+    with running_world(tmp_path / "world", policy_model, num_engines=1) as world:
+        (node,) = world.nodes
+        node.engine.weights_run = FOLLOWED
+        assert world.call(node.beat())
+        world.tokens.save(tmp_path / "tokens.toml")
+        job = written(
+            tmp_path,
+            f'job = "lake"\nmodel = "{policy_model}"\noutput_dir = "{tmp_path / "out"}"\n'
+            f'token_file = "{tmp_path / "tokens.toml"}"\n[scheduler]\nurl = "{world.url}"\n'
+            f'[weights]\ndirectory = "{tmp_path}"\n[trainer]\nlearning_rate = 1e-5\n[ray]\naddress = "local"\n',
+        )
+        code, lines = checked(job)
+        _, others = checked(job, "--set", f"weights.run_id={FOLLOWED}")
+    (told,) = [line for line in lines if "engines: " in line]
+    assert told.startswith(f"!!  engines: none of 1 has run lake: they have {FOLLOWED}")
+    assert (code, lines[-1]) == (0, "the job can be started")
+    assert f"ok  engines: 1 of 1 has run {FOLLOWED}" in others
 
 
 def test_a_folder_whose_checkpoints_are_of_another_model_is_refused_as_a_start_refuses_it(
