@@ -6,10 +6,12 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from rose.auth import ENV_TOKEN_FILE, write_own
 from rose.policy.provisioning_events import Release
 from rose.scheduler.scheduler_config import JobShare, ProvisioningConfig
 from rose.wire.samples import Ack, Lease, NewTrajectory, NewVersion, Resume
@@ -104,6 +106,23 @@ def test_every_step_of_a_lifecycle_names_a_function() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_page_installs_from_an_index_that_does_not_have_us(page: Path) -> None:
     assert not re.findall(r"pip install [^\n`]*rose-rl", page.read_text())
+
+
+def test_the_agents_page_runs_with_a_token_file_of_the_environment_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its first lines tell the reader to ask for."""
+    page = (DOCS / "quickstart" / "agents.md").read_text()
+    (program,) = re.findall(r"^cat > agent\.py <<'END'\n(.*?)^END$", page, re.S | re.M)
+    before, _, _ = program.partition("\n# The environment opens")
+    token = "t" * 20
+    write_own(tmp_path / "mine.toml", f'environment = "{token}"\n')
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(tmp_path / "mine.toml"))
+    made: dict[str, Any] = {}
+    exec(before, made)  # noqa: S102 - our own page
+    with made["environment"] as client:
+        assert client.headers["Authorization"] == f"Bearer {token}"
+    assert '`environment = "..."`' in page
 
 
 def test_every_page_is_in_the_index() -> None:
