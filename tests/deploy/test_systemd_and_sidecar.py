@@ -78,6 +78,30 @@ def test_the_sidecar_asks_for_as_much_as_the_chart_s_agents_and_says_where_its_s
     assert "kubectl create configmap rose-node --from-file=node.toml" in text
 
 
+def test_the_sidecar_s_agent_meets_production_and_is_reached_with_the_shipped_settings() -> None:
+    """``node.toml`` is written for a unit: what differs in a pod, the container says itself."""
+    pod = yaml.safe_load(SIDECAR.read_text())["spec"]
+    production, node = pod["containers"]
+    argv = start_of(node)
+    given = [argv[at + 1].replace("$(POD_IP)", "10.1.2.3") for at, one in enumerate(argv) if one == "--set"]
+    config = load_config(NodeConfig, SYSTEMD / "node.toml", given)
+    (pod_ip,) = (one["valueFrom"] for one in node["env"] if one["name"] == "POD_IP")
+    assert pod_ip == {"fieldRef": {"fieldPath": "status.podIP"}}
+    of_production = {one["name"]: one["value"] for one in production["env"]}
+    of_node = {one["name"]: one.get("value") for one in node["env"]}
+    assert of_production["ROSE_DIR"] == str(config.dir) == of_node["ROSE_DIR"]
+    config.require_reachable()
+    assert config.engine.host == "0.0.0.0"
+    assert config.engine_url == f"http://10.1.2.3:{config.engine.port}"
+    assert node["ports"] == [{"containerPort": config.engine.port}]
+    mounted = {mount["mountPath"]: mount for mount in node["volumeMounts"]}
+    assert config.engine.log_path is not None
+    assert config.decisions.directory is not None
+    for written in (config.engine.log_path, config.decisions.directory):
+        (mount,) = (each for at, each in mounted.items() if written.is_relative_to(at))
+        assert not mount.get("readOnly"), written
+
+
 def test_the_units_name_programs_and_directories_that_belong_together() -> None:
     unit = (SYSTEMD / "rose-node@.service").read_text()
     drop_in = (SYSTEMD / "production.conf").read_text()
@@ -165,7 +189,7 @@ def test_the_pods_user_takes_its_volumes_and_its_tokens(public: Path) -> None:
 
     def run() -> None:
         subprocess.run([there(copy, one) for one in copy["command"]], check=True)
-        of_node = {one["name"]: one["value"] for one in node["env"]}
+        of_node = {one["name"]: one.get("value", "") for one in node["env"]}
         assert Tokens.load(there(node, of_node["ROSE_TOKEN_FILE"]), PARTS["node"]).names == PARTS["node"]
         directory = next(one["value"] for one in production["env"] if one["name"] == "ROSE_DIR")
         share_the_node_directory(Path(there(production, directory)))
