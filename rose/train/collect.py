@@ -222,9 +222,9 @@ def reward_of(trajectory: Mapping[str, Any]) -> float:
     reward: Any = trajectory.get("reward")
     found = unusable(reward)
     if found is None and not -MAX_REWARD <= reward <= MAX_REWARD:
-        found = f"{reward:g}, out of range (within {MAX_REWARD:g})"
+        found = f"{reward:g} is out of range (within {MAX_REWARD:g})"
     if found is not None:
-        raise TrainError(f"reward of trajectory {trajectory.get('id')} is {found}", field="reward")
+        raise TrainError(f"reward of trajectory {trajectory.get('id')}: {found}", field="reward")
     return float(reward)
 
 

@@ -18,7 +18,6 @@ Ray is not imported here: the pool is given ``spawn``, which makes a worker (``r
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import time
@@ -29,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 from rose.auth import bearer
 from rose.errors import ConfigError, TrainError
 from rose.train.envs.base import Message, Observation, Task, unusable
+from rose.train.envs.own_code import import_own
 from rose.wire.http_client import ask, open_client
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class RewardWorker:
         except Exception as error:
             raise TrainError(f"{type(error).__name__}: {error}", field="reward") from error
         if (found := unusable(reward)) is not None:
-            raise TrainError(f"{found} is not a finite number", field="reward")
+            raise TrainError(found, field="reward")
         return float(reward)
 
 
@@ -249,12 +249,7 @@ def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
     """
     factory: Any = REWARDS.get(kind)
     if factory is None and ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{kind} cannot be imported: {error}", field="reward.kind") from error
-        return _own(kind, function, settings)
+        return _own(kind, import_own(kind, field="reward.kind"), settings)
     if factory is None:
         known = [*sorted(REWARDS), "module:function"]
         raise ConfigError(f"unknown reward '{kind}'", field="reward.kind", fix=f"one of {known}")

@@ -541,7 +541,7 @@ def _failure_of(error: _EpisodeFailed | RequestError) -> _EpisodeFailed:
 def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:
     reward, (low, high) = final.reward, reward_range
     if (found := unusable(reward)) is not None:
-        raise _EpisodeFailed(Cause.REWARD, f"reward {found} is not finite")
+        raise _EpisodeFailed(Cause.REWARD, f"reward {found}")
     if not low <= reward <= high:
         raise _EpisodeFailed(Cause.REWARD, f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
     return final

@@ -9,11 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rose.errors import ConfigError, TrainError
 from rose.train.dataset import load_tasks
-from rose.train.envs.base import Observation
+from rose.train.envs.base import Observation, unusable
 from rose.train.envs.delayed import EnvLatency
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.envs.math_tools import calculate
@@ -195,6 +196,35 @@ def test_a_family_of_ones_own_is_imported_by_name() -> None:
     assert len(family.tasks()) == 3
     with pytest.raises(ConfigError, match="cannot be imported"):
         make_family("tests.train.test_environments:nothing", {})
+
+
+def test_a_module_that_is_not_found_is_told_where_python_looks() -> None:
+    """Beside job.toml it does not: a console script has no working directory on its path."""
+    with pytest.raises(ConfigError, match="cannot be imported") as refused:
+        make_family("no_such_module_of_mine:factory", {})
+    assert refused.value.fix is not None
+    assert "PYTHONPATH=FOLDER rose train" in refused.value.fix
+    with pytest.raises(ConfigError, match="cannot be imported") as found:
+        make_family("tests.train.test_environments:nothing", {})
+    assert found.value.fix is None  # the module was found
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), np.int64(1), "1.0", None])
+def test_a_reward_that_is_finite_and_no_float_is_not_called_infinite(reward: object) -> None:
+    assert unusable(reward) == f"{reward!r} is no Python float: return float(...)"
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        (1, None),
+        (np.float64(0.5), None),
+        (float("nan"), "nan is not finite"),
+        pytest.param(10**400, "a whole number beyond every float is not finite", id="whole"),
+    ],
+)
+def test_a_number_is_a_reward_where_it_is_finite(reward: object, why: str | None) -> None:
+    assert unusable(reward) == why
 
 
 def own_family(count: int) -> Any:

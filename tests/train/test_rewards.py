@@ -255,9 +255,9 @@ async def nan_reward(task: Any, messages: Any, info: Any) -> float:
 
 async def test_a_function_of_ones_own_must_give_a_number() -> None:
     worker = RewardWorker(f"{__name__}:nan_reward", {})
-    with pytest.raises(TrainError, match="nan is not a finite number"):
+    with pytest.raises(TrainError, match="nan is not finite"):
         await worker.score({}, [], {})
-    with pytest.raises(TrainError, match="beyond every float is not a finite number"):
+    with pytest.raises(TrainError, match="beyond every float is not finite"):
         await RewardWorker(f"{__name__}:very_large_reward", {}).score({}, [], {})
 
 
@@ -334,6 +334,13 @@ async def test_a_worker_that_cannot_be_made_leaves_its_place_to_the_next() -> No
     async with asyncio.timeout(5):
         assert await pool.score({}, [], FINAL) == 1.0
     assert len(made) == 2
+
+
+def test_a_module_that_is_not_found_is_told_where_python_looks() -> None:
+    with pytest.raises(ConfigError, match="cannot be imported") as refused:
+        make_reward("no_such_module_of_mine:reward", {})
+    assert refused.value.fix is not None
+    assert "PYTHONPATH=FOLDER rose train" in refused.value.fix
 
 
 def test_unknown_rewards_and_settings_are_named() -> None:

@@ -524,7 +524,8 @@ async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World)
 
 
 @pytest.mark.parametrize(
-    ("reward", "why"), [(2.0, "outside env.reward_range"), (float("nan"), "not finite"), (None, "not finite")]
+    ("reward", "why"),
+    [(2.0, "outside env.reward_range"), (float("nan"), "not finite"), (None, "no Python float")],
 )
 async def test_a_failed_reward_is_played_again_and_never_a_zero(world: World, reward: Any, why: str) -> None:
     class Judge:

@@ -43,13 +43,13 @@ class Observation:
 
 
 def unusable(reward: object) -> str | None:
-    """What it is, in short, where it is no finite number; None where it is one."""
+    """Why it cannot be paid, in short; None where it can: a finite number of Python's own, for others do not go through JSON."""
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        return f"{reward!r:.40}"
+        return f"{reward!r:.40} is no Python float: return float(...)"
     try:
-        return None if math.isfinite(reward) else repr(reward)
+        return None if math.isfinite(reward) else f"{reward!r} is not finite"
     except OverflowError:
-        return "a whole number beyond every float"
+        return "a whole number beyond every float is not finite"
 
 
 class Environment(Protocol):

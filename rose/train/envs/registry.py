@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from rose.train.envs.delayed import DelayedFamily, EnvLatency
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.envs.frozenlake_plan import LakePlanFamily
 from rose.train.envs.math_tools import MathFamily, MathParams
+from rose.train.envs.own_code import import_own
 from rose.train.envs.text_game import TextGameFamily, TextGameParams
 
 FAMILIES: dict[str, Callable[..., Family]] = {
@@ -34,11 +34,7 @@ def make_family(kind: str, settings: Mapping[str, Any], latency: EnvLatency | No
     """
     factory: Any = FAMILIES.get(kind)
     if factory is None and ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{kind} cannot be imported: {error}", field="env.kind") from error
+        factory = import_own(kind, field="env.kind")
     if factory is None:
         known = [*sorted(FAMILIES), "module:factory"]
         raise ConfigError(f"unknown environment '{kind}'", field="env.kind", fix=f"one of {known}")
