@@ -10,6 +10,7 @@ many lengths and batches of many sizes, and fits the steps that its plugin wrote
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ from rose.config import load_config
 from rose.coserve.agent import NodeAgent
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.step_profile import BAR_FRACTION, COEFFICIENTS, Profile, fit, read_steps
-from rose.errors import EngineError
+from rose.errors import ConfigError, EngineError
 
 
 def profile_main(
@@ -33,8 +34,13 @@ def profile_main(
 ) -> None:
     """Measure an engine's step times, fit the latency model of admission, and print its error on held-out steps."""
     settings = load_config(NodeConfig, config, overrides or [])
+    _require_place(out)
     profile = asyncio.run(measure(settings, seconds, typer.echo))
-    out.write_text(profile.to_json())
+    try:
+        out.write_text(profile.to_json())
+    except OSError as error:
+        typer.echo(profile.to_json())  # a minute's work
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", field="--out") from error
     for name in COEFFICIENTS:
         typer.echo(f"{name:18} {getattr(profile, name) * 1e6:10.2f} us")
     met = "within" if profile.mae_fraction <= BAR_FRACTION else "above"
@@ -45,12 +51,30 @@ def profile_main(
     typer.echo(f"{out}")
 
 
+def _require_place(out: Path) -> None:
+    """Raises ConfigError: What is measured could not be written there."""
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise ConfigError(f"{out} is a directory", field="--out", fix="name a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        wrong = "cannot be written" if folder.is_dir() else "is no directory"
+        raise ConfigError(f"{folder} {wrong}", field="--out", fix=f"mkdir -p {folder}, or name another")
+
+
 async def measure(settings: NodeConfig, seconds: float, say: Any) -> Profile:
-    """Run the engine alone and fit what it wrote."""
+    """Run the engine alone and fit what it wrote.
+
+    Raises:
+        EngineError: It cannot be started, died, was not ready in time, or ran too few steps.
+    """
     with tempfile.TemporaryDirectory(prefix="rose-profile-") as folder:
         log = Path(folder) / "steps.log"
         engine = settings.engine.model_copy(
-            update={"env": {**settings.engine.env, "ROSE_STEP_LOG": str(log)}, "profile": None}
+            update={
+                "env": {**settings.engine.env, "ROSE_STEP_LOG": str(log)},
+                "profile": None,
+                "max_restarts": 0,  # somebody waits: what it dies of is said at once
+            }
         )
         alone = settings.model_copy(
             update={
@@ -63,6 +87,8 @@ async def measure(settings: NodeConfig, seconds: float, say: Any) -> Profile:
             }
         )
         agent = NodeAgent(alone, Tokens.generate())
+        if refused := agent.engine.look():
+            raise EngineError(refused, field="rollout engine")
         running = asyncio.create_task(agent.run())
         try:
             say("starting the engine ...")
@@ -76,14 +102,26 @@ async def measure(settings: NodeConfig, seconds: float, say: Any) -> Profile:
 
 
 async def _ready(agent: Any, running: asyncio.Task[None], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while agent.engine.state != "ready" or not (
-            agent.device.rollout and agent.device.rollout.reserved_pages
-        ):
-            if running.done():
-                running.result()
-                raise EngineError("ended before it was ready", field="rollout engine")
-            await asyncio.sleep(0.1)
+    """Raises EngineError: It died, or was not ready in time."""
+    engine = agent.engine
+
+    def ended(why: str) -> EngineError:
+        said = f": {engine.error}" if engine.error else ""
+        return EngineError(f"{why}{said}", field="rollout engine", fix=f"its output is in {engine.log.path}")
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            while engine.state != "ready" or not (
+                agent.device.rollout and agent.device.rollout.reserved_pages
+            ):
+                if running.done():
+                    running.result()
+                    raise ended("ended before it was ready")
+                if engine.state == "failed":
+                    raise ended("did not start")
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise ended(f"was not ready within {timeout_s:g} s") from None
 
 
 async def _exercise(agent: Any, seconds: float, max_model_len: int) -> None:
