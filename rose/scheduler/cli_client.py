@@ -9,7 +9,7 @@ import httpx
 import typer
 
 from rose.auth import Tokens, bearer
-from rose.errors import ConfigError, RequestError
+from rose.errors import ConfigError, NotFound, RequestError
 from rose.wire.errors import read_refusal
 
 Url = Annotated[str, typer.Option(help="Of rose-scheduler.", envvar="ROSE_SCHEDULER_URL")]
@@ -35,7 +35,8 @@ class CliClient:
     def ask(self, method: str, path: str, body: Any = None, params: dict[str, Any] | None = None) -> Any:
         """Raises:
         ConfigError: Nobody answers there, or some other program does.
-        RequestError: The daemon refuses.
+        NotFound: It has no such thing.
+        RequestError: It refuses.
         """
         try:
             answer = self._http.request(method, path, json=body, params=params)
@@ -50,7 +51,8 @@ class CliClient:
                 raise self._another()
             if status == 404 and said.message.lower() == "not found" and said.field is None:  # no such route
                 raise self._another(f" that knows {path}")
-            raise RequestError(said.message or f"status {status}", field=said.field or path)
+            kind = NotFound if status == 404 else RequestError
+            raise kind(said.message or f"status {status}", field=said.field or path)
         try:
             told = answer.json()
         except (ValueError, RecursionError) as error:

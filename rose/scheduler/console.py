@@ -19,7 +19,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from rose.errors import ConfigError, NotFound
 from rose.scheduler.cli_client import DEFAULT_URL, CliClient, Url
+from rose.scheduler.search import MAX_FOUND
 
 app = typer.Typer(
     name="rose traj", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -76,12 +78,12 @@ def list_(
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """All trajectories that the scheduler remembers."""
+    """Trajectories that the scheduler remembers: the first 10000 that are searched for."""
     table = Table("id", "job", "group", "state", "reason", "turns", "reward")
     table.columns[0].no_wrap = True  # whole: it is what other commands take
     table.columns[0].overflow = "ignore"
     client = CliClient(url, token_file, "environment")
-    for each in client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
+    for each in _listed(client, job, state):
         reward = "" if each["reward"] is None else f"{each['reward']:g}"
         names = ("id", "job", "group_id", "state", "reason", "num_turns")
         table.add_row(*(_cell(each[name]) for name in names), reward)
@@ -96,15 +98,33 @@ def export(
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Full token traces, for a look offline."""
+    """Full token traces, for a look offline: of the first 10000 that are searched for."""
     client = CliClient(url, token_file, "environment")
-    names = [each["id"] for each in client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]]
+    names = [each["id"] for each in _listed(client, job, state)]
     console = Console(stderr=True)
-    with out.open("wb") as file, console.status("exporting") as status:
-        for count, name in enumerate(names, 1):
-            status.update(f"{count} of {len(names)}")
-            file.write(msgspec.json.encode(client.get(f"/rose/v1/trajectories/{name}")) + b"\n")
-    console.print(f"wrote {len(names)} trajectories to {out}")
+    num_gone = 0
+    try:
+        with out.open("wb") as file, console.status("exporting") as status:
+            for count, name in enumerate(names, 1):
+                status.update(f"{count} of {len(names)}")
+                try:
+                    found = client.get(f"/rose/v1/trajectories/{name}")
+                except NotFound:  # since the listing: trained on, or too old
+                    num_gone += 1
+                    continue
+                file.write(msgspec.json.encode(found) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", field="--out") from error
+    gone = f"; {num_gone} were gone before they were read" if num_gone else ""
+    console.print(f"wrote {len(names) - num_gone} trajectories to {out}{gone}")
+
+
+def _listed(client: CliClient, job: str | None, state: str | None) -> list[dict[str, Any]]:
+    """What the scheduler lists; that it may be cut short is said."""
+    found = client.get("/rose/v1/trajectories", job=job, state=state, limit=MAX_FOUND)["trajectories"]
+    if len(found) >= MAX_FOUND:
+        Console(stderr=True).print(f"the first {MAX_FOUND}: there may be more, see --job and --state")
+    return found
 
 
 @app.command()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from rose.auth import bearer
+from rose.errors import ConfigError
 from rose.policy import turn_events as te
 from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.worker import Tier
@@ -261,6 +262,55 @@ async def test_the_console_shows_lists_and_exports_trajectories(world: World, tm
     (line,) = out.read_text().splitlines()
     assert json.loads(line)["id"] == name
     assert "reclaim" in await rose("top", "--once")
+
+
+async def test_what_a_listing_or_an_export_leaves_out_is_said(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.start()
+    world.tokens.save(tmp_path / "tokens.toml")
+    where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
+    names = [await world.trajectory(group_id="g") for _ in range(2)]
+
+    async def rose(*arguments: str) -> Result:
+        return await asyncio.to_thread(
+            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": "200"}
+        )
+
+    assert "the first" not in (await rose("ls")).output
+    monkeypatch.setattr(console, "MAX_FOUND", 1)
+    assert "the first 1: there may be more" in (await rose("ls")).output
+    out = tmp_path / "all.jsonl"
+    exported = await rose("export", "--out", str(out))
+    assert "the first 1: there may be more" in exported.output
+    assert len(out.read_text().splitlines()) == 1
+
+    monkeypatch.setattr(console, "MAX_FOUND", 10)
+    asked = console.CliClient.get
+
+    def forgets(client: Any, path: str, **query: Any) -> Any:
+        """As a scheduler that lets the first go between its listing and its reading."""
+        return asked(client, path.replace(names[0], "trajectory-that-was-let-go"), **query)
+
+    monkeypatch.setattr(console.CliClient, "get", forgets)
+    exported = await rose("export", "--out", str(out))
+    assert exported.exit_code == 0, exported.output
+    assert "1 were gone before they were read" in exported.output
+    (line,) = out.read_text().splitlines()
+    assert json.loads(line)["id"] == names[1]
+
+
+async def test_a_file_that_cannot_be_written_is_named(world: World, tmp_path: Path) -> None:
+    await world.start()
+    await world.trajectory(group_id="g")
+    world.tokens.save(tmp_path / "tokens.toml")
+    for out, why in ((tmp_path / "missing" / "all.jsonl", "No such file"), (Path("/dev/full"), "No space")):
+        arguments = ["export", "--out", str(out), "--url", world.url]
+        arguments += ["--token-file", str(tmp_path / "tokens.toml")]
+        result = await asyncio.to_thread(CliRunner().invoke, console.app, arguments)
+        assert isinstance(result.exception, ConfigError), result.output
+        assert str(out) in str(result.exception)
+        assert why in str(result.exception)
 
 
 async def test_names_and_words_cannot_reach_into_the_terminal(world: World, tmp_path: Path) -> None:
