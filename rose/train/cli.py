@@ -127,7 +127,8 @@ def export_main(config: Path | str | None, overrides: Sequence[str], which: str)
         raise ConfigError(f"is {which!r:.40}, and can be last or best", field="--export")
     job = load_config(TrainConfig, config, overrides)
     target = job.output_dir / "model"
-    words = export_from(job, which, target)
+    with Console(stderr=True).status(f"reading the {which} checkpoint, writing {target}"):
+        words = export_from(job, which, target)
     Console(soft_wrap=True, highlight=False, markup=False).print(f"exported: {target}, {words}")
     return 0
 

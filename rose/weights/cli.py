@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from rose.auth import Tokens, read_key
-from rose.errors import ConfigError, NotAuthentic, NotFound, RoseError, SectionCorrupt
+from rose.errors import CapacityError, ConfigError, NotAuthentic, NotFound, RoseError, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.units import format_bytes
@@ -174,7 +175,10 @@ def verify(
     token_file: TokenFile = None,
     public_key: PublicKey = None,
 ) -> None:
-    """Check every object of every version, then rebuild the head from its anchor and prove its state hashes."""
+    """Check every object of every version, then rebuild the head from its anchor and prove its state hashes.
+
+    The head is rebuilt below TMPDIR (/tmp where it is not set): a folder on a disk with room for 2.2 times the model, and no tmpfs.
+    """
     from rose.weights.subscriber import WeightSubscriber
 
     store = _open(relay, directory, token_file, public_key)
@@ -187,19 +191,29 @@ def verify(
         for problem in damage:
             typer.echo(f"{identity!s:>12}  {problem}")
         for record in records:
-            problem = _check_objects(store, record)
+            with _waiting(f"checking {identity}, {record.kind}") as say:
+                problem = _check_objects(store, record, say)
             num_bad += problem is not None
             typer.echo(f"{identity!s:>12}  {record.kind:<7} {problem or 'ok'}")
     with tempfile.TemporaryDirectory(prefix="rose-verify-") as scratch:
         subscriber = WeightSubscriber(store, run_id, scratch)
         try:
-            version = subscriber.poll(0.0)
-            damaged = subscriber.scan() if version is not None else []
+            with _waiting(f"rebuilding the head in {scratch}"):
+                version = subscriber.poll(0.0)
+                damaged = subscriber.scan() if version is not None else []
             if version is None:
                 typer.echo("no version is published")
             else:
                 typer.echo(f"{version} rebuilt; {len(subscriber.state())} state hashes prove it")
             num_bad += len(damaged)
+        except CapacityError as error:
+            if error.status != 507 or error.field != "weights.directory":
+                raise
+            raise ConfigError(
+                error.message.partition(";")[0],
+                field="TMPDIR",
+                fix="TMPDIR=FOLDER rose weights verify ..., on a disk: the head is rebuilt there",
+            ) from error
         except RoseError as error:
             num_bad += 1
             typer.echo(f"head cannot be rebuilt: {error}")
@@ -396,7 +410,8 @@ def gc(
     need = retention.Need.OVER if ignore_leases else retention.Need.TIDY
     store = _open(relay, directory, token_file, public_key, "publish")
     _require_versions(store, run_id)
-    deleted = retention.collect(store, run_id, need)
+    with _waiting("looking for what no reader needs, and deleting it"):
+        deleted = retention.collect(store, run_id, need)
     typer.echo(f"deleted {len(deleted)} versions" + (f", up to {deleted[-1]}" if deleted else ""))
 
 
@@ -444,9 +459,17 @@ def _manifests(
     return found
 
 
-def _check_objects(store: ObjectStore, record: Manifest) -> str | None:
+@contextlib.contextmanager
+def _waiting(words: str) -> Iterator[Callable[[str], None]]:
+    """Say what somebody at a terminal waits for; the block may say how far it has come."""
+    with Console(stderr=True).status(words) as status:
+        yield lambda more: status.update(f"{words}: {more}")
+
+
+def _check_objects(store: ObjectStore, record: Manifest, say: Callable[[str], None]) -> str | None:
     """What is wrong with a version's objects; None when nothing is."""
-    for reference in record.objects:
+    for number, reference in enumerate(record.objects, 1):
+        say(f"object {number} of {len(record.objects)}")
         try:
             data = memoryview(store.get(reference.key, max_bytes=reference.nbytes))
         except RoseError as error:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from rose.errors import CapacityError
+from rose.errors import CapacityError, ConfigError
 from rose.lineage import WeightVersion
+from rose.weights.cli import app
 from rose.weights.publisher import WeightPublisher
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.test_faults import PARAMS, FileStore, ToyTrainer, copy_of, same
@@ -82,3 +85,17 @@ def test_a_delta_needs_no_more_room_than_it_has_bytes(
     disk.free = sum(bits.nbytes for bits in trainer.bits().values()) // 2
     assert reader.poll(0) == WeightVersion(1, 1)
     reader.close()
+
+
+def test_a_verification_without_room_names_the_variable_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not ``weights.directory``, which the command has not got; and it is no damage of the store."""
+    store = FileStore(tmp_path / "store", durable=False)
+    WeightPublisher(ToyTrainer(1).tensors, store, "run", 1, PARAMS).publish(0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Disk(monkeypatch).free = 0
+    done = CliRunner().invoke(app, ["verify", "run", "--directory", str(store.directory)])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert done.exception.field == "TMPDIR"
+    assert str(tmp_path) in done.exception.message
