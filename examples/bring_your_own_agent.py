@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import secrets
+from typing import Any
 
 import httpx
 import openai
@@ -41,14 +43,28 @@ async def agent(client: openai.AsyncOpenAI, model: str, secret: int) -> tuple[bo
     return False, 5
 
 
+class Refused(Exception):
+    """What the scheduler said against a call."""
+
+
+def told(answer: httpx.Response) -> dict[str, Any]:
+    """Its answer, or its words: httpx alone would say no more than the status."""
+    if answer.is_error:
+        try:
+            error = answer.json()["error"]
+            raise Refused(f"{error['param'] or answer.request.url.path}: {error['message']}")
+        except (ValueError, KeyError, TypeError):
+            answer.raise_for_status()
+    return answer.json()
+
+
 async def episode(url: str, token: str, model: str, job: str, group: str, size: int, secret: int) -> float:
     """One trajectory of a group: the same task for all its members."""
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600) as rose:
         body = {"job": job, "group_id": group, "group_size": size, "task": {"secret": secret}}
-        opened = await rose.post("/rose/v1/trajectories", json=body)
-        opened.raise_for_status()
-        trajectory, key = opened.json()["id"], opened.json()["key"]
+        opened = told(await rose.post("/rose/v1/trajectories", json=body))
+        trajectory, key = opened["id"], opened["key"]
         try:
             # The key alone binds every call of this client to the trajectory.
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=600)
@@ -60,7 +76,7 @@ async def episode(url: str, token: str, model: str, job: str, group: str, size: 
             raise
         reward = 1.0 - 0.1 * (turns - 1) if success else 0.0
         body = {"reward": reward, "success": success, "info": {"turns": turns}}
-        (await rose.post(f"/rose/v1/trajectories/{trajectory}/finish", json=body)).raise_for_status()
+        told(await rose.post(f"/rose/v1/trajectories/{trajectory}/finish", json=body))
         return reward
 
 
@@ -77,13 +93,21 @@ async def main() -> None:
     arguments = parser.parse_args()
     token = Tokens.load(arguments.token_file, ["environment"]).environment
     rng = random.Random(0)
+    start = secrets.token_hex(4)  # groups of an earlier start may be there still, until they are trained on
     jobs = [
-        episode(arguments.url, token, arguments.model, arguments.job, f"own-{index}", arguments.size, secret)
+        episode(
+            arguments.url, token, arguments.model, arguments.job, f"{start}-{index}", arguments.size, secret
+        )
         for index in range(arguments.groups)
         for secret in [rng.randrange(10)]
         for _ in range(arguments.size)
     ]
-    rewards = await asyncio.gather(*jobs)
+    try:
+        rewards = await asyncio.gather(*jobs)
+    except Refused as refused:
+        raise SystemExit(str(refused)) from None
+    except openai.APIStatusError as refused:  # of a turn: no engine in time, say
+        raise SystemExit(refused.message) from None
     print(f"{len(rewards)} episodes, mean reward {sum(rewards) / len(rewards):.2f}")
 
 

@@ -59,6 +59,35 @@ def test_the_text_game_is_asynchronous_with_a_bound_of_four() -> None:
     assert len(family_of(config.all_tasks[0]).tasks()) == 64
 
 
+def test_an_agent_of_ones_own_starts_again_and_ends_with_the_scheduler_s_words(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    """Its groups of before are there still: nobody has trained on them."""
+    with running_world(tmp_path, policy_model, num_engines=1) as world:
+        world.tokens.save(tmp_path / "tokens.toml")
+        command = [
+            sys.executable,
+            str(EXAMPLES / "bring_your_own_agent.py"),
+            f"--url={world.url}",
+            "--groups=1",
+        ]
+        command += [f"--token-file={tmp_path / 'tokens.toml'}"]
+        env = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+
+        def start(*more: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [*command, *more], capture_output=True, text=True, check=False, env=env, timeout=300
+            )
+
+        for size in (1, 2):
+            done = start(f"--size={size}")
+            assert done.returncode == 0, done.stderr[-2000:]
+        refused = start("--size=1", "--job=")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("job: "), refused.stderr[-2000:]
+    assert "Traceback" not in refused.stderr
+
+
 def test_an_agent_of_ones_own_becomes_trainable(tmp_path: Path, policy_model: Path) -> None:
     """The example as a user runs it, then its trajectories as a trainer gets them."""
     with running_world(tmp_path, policy_model, num_engines=1) as world:
