@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.cuda_driver import CudaDriver, NotReady
+from rose.coserve.cuda_driver import CudaDriver, NotReady, only_zeros
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 from tests.coserve import fakecuda
@@ -73,6 +74,30 @@ def test_a_handle_of_2_4_or_8_mib_comes_dirty_is_zeroed_and_goes(
     cuda.release(handle)
     cuda.free_range(address, size)
     assert gpu.left() == {}
+
+
+def test_one_byte_at_either_end_is_no_zero(cuda: CudaDriver) -> None:
+    """Of stretches of several sizes in turn."""
+    for pages in (1, 4, 1):
+        address, _ = mapped(cuda, handle_pages=pages)
+        cuda.zero(address, pages * P)
+        cuda.settle()
+        for at in (address, address + pages * P - 1):
+            assert cuda.is_zero(address, pages * P)
+            ctypes.memset(at, 1, 1)
+            assert not cuda.is_zero(address, pages * P)
+            ctypes.memset(at, 0, 1)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_bytes_are_compared_as_one_stretch_of_memory(last: int) -> None:
+    """Two million of them one by one hold the interpreter's lock for 20 ms, in which production launches nothing."""
+
+    class Walked(bytearray):
+        def __iter__(self) -> Any:
+            raise AssertionError("each byte is an object in turn")
+
+    assert only_zeros(Walked(bytes(P - 1) + bytes([last]))) == (last == 0)
 
 
 def test_one_access_call_and_one_unmap_may_span_several_mappings(gpu: Hooks, cuda: CudaDriver) -> None:
