@@ -70,7 +70,9 @@ def main() -> int:
     table = stages.table(args.rehearse)
     if args.inside:
         return _inside(table[args.inside], args.answer)
-    blocked = {name: reason for name in table if (reason := _why_not(table[name], args.rehearse)) is not None}
+    blocked = {
+        name: reason for name in table if (reason := _why_not(name, table[name], args.rehearse)) is not None
+    }
     if args.list or args.dry_run:
         chosen = {name: stage for name, stage in table.items() if not args.stage or name in args.stage}
         return _dry_run(args, chosen) if args.dry_run else _list(chosen)
@@ -151,7 +153,7 @@ def _list(table: dict[str, stages.Stage]) -> int:
 
 
 def _dry_run(args: argparse.Namespace, table: dict[str, stages.Stage]) -> int:
-    """Say of each stage what would become of it in a call with these arguments; 1: one with an engine cannot run."""
+    """Say of each stage what would become of it in a call with these arguments; 1: one lacks something that is no flag."""
     lacks = ready.lacking(table)
     for name, stage in table.items():
         if args.rehearse and stage.rehearse_s is None:
@@ -159,9 +161,10 @@ def _dry_run(args: argparse.Namespace, table: dict[str, stages.Stage]) -> int:
     record = Record(args.out, rehearsal=args.rehearse, look=True)
     for name, told in _outlook(table, record, lacks, args.until - CLOSE_S, args.rehearse).items():
         print(f"{name:14} {_needs_s(table[name], args.rehearse):4.0f} s  {told}")
+    flag = missing(("mps",))
     return int(
         any(
-            lacks[name] and "vllm" in stage.needs and not (args.rehearse and stage.rehearse_s is None)
+            set(lacks[name]) - {flag} and not (args.rehearse and stage.rehearse_s is None)
             for name, stage in table.items()
         )
     )
@@ -190,10 +193,10 @@ def _outlook(
     return {name: told[name] for name in table}
 
 
-def _why_not(stage: stages.Stage, rehearse: bool) -> str | None:
+def _why_not(name: str, stage: stages.Stage, rehearse: bool) -> str | None:
     if rehearse and stage.rehearse_s is None:
         return "only a real device can be asked"
-    return missing(stage.needs)
+    return missing(stage.needs) or ready.no_package(name, stage)
 
 
 def _run_all(

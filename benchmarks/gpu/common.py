@@ -53,7 +53,8 @@ class Skip(Exception):
 # --- what is needed
 
 
-def _installed(module: str, what: str) -> str | None:
+def not_installed(module: str, what: str) -> str | None:
+    """In words; None where it is.  Imports nothing."""
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -99,11 +100,11 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "gpu": _gpu,
     "driver": _driver,
     "kernels": _kernels,
-    "torch": lambda: _installed("torch", "torch"),
-    "triton": lambda: _installed("triton", "triton"),
-    "transformers": lambda: _installed("transformers", "transformers"),
-    "bindings": lambda: _installed("cuda.bindings", "cuda-bindings"),
-    "vllm": lambda: _installed("vllm", "vLLM"),
+    "torch": lambda: not_installed("torch", "torch"),
+    "triton": lambda: not_installed("triton", "triton"),
+    "transformers": lambda: not_installed("transformers", "transformers"),
+    "bindings": lambda: not_installed("cuda.bindings", "cuda-bindings"),
+    "vllm": lambda: not_installed("vllm", "vLLM"),
     "plugin": _plugin,
     "mps": _mps,
 }

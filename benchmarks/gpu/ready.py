@@ -1,4 +1,4 @@
-"""What ``gpu_check.py --dry-run`` tells of each stage: done, would fit, or all that is missing, found by importing it in a child."""
+"""What each stage of ``gpu_check.py`` lacks: ``--dry-run`` finds all of it by importing it in a child, a real run what is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 
-from benchmarks.gpu.common import NEEDS, ROOT
+from benchmarks.gpu.common import NEEDS, ROOT, not_installed
 from benchmarks.gpu.stages import Stage
 
 _AGENT = (
@@ -22,14 +22,23 @@ _AGENT = (
     "xxhash",
 )
 """Of what runs beside an engine."""
+_SIGNED = ("cryptography", "blake3")
+"""Of whoever makes tokens (a publisher's key is among them), or publishes or reads weights; the first is imported when a key is made."""
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "device": ("numpy", "torch", "pytest"),
     "engines": ("numpy", "torch", "safetensors", "transformers", "vllm", "msgspec", "xxhash", "numba"),
-    "coserve": ("torch", "transformers", "vllm", "rich", "typer", *_AGENT),
-    "weights": ("torch", "transformers", "vllm", "fsspec", *_AGENT),
-    "train": ("torch", "transformers", "safetensors", "pydantic", "msgspec", "xxhash", "numba", "cryptography", "pytest"),
+    "coserve": ("torch", "transformers", "vllm", "rich", "typer", *_SIGNED, *_AGENT),
+    "weights": ("torch", "transformers", "vllm", "fsspec", *_SIGNED, *_AGENT),
+    "train": ("torch", "transformers", "safetensors", "pydantic", "msgspec", "xxhash", "numba", "pytest", *_SIGNED),
 }  # fmt: skip
 """By module of stages: what it, or a process that it starts, imports when it runs."""
+_OF_STAGE: Mapping[str, tuple[str, ...]] = {
+    "contract": (
+        *("aiohttp", "blake3", "httpx", "msgspec", "prometheus_client", "psutil"),
+        *("pydantic", "rich", "safetensors", "typer", "xxhash"),
+    )
+}
+"""By stage, beside those of its module: the folders of its tests have fixtures for more than what is asked."""
 IMPORT_S = 150.0
 _TRY = """
 import importlib, json, sys
@@ -48,17 +57,27 @@ for name in sys.argv[1:]:
 
 def lacking(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """All that each stage of ``table`` lacks here; asks no driver, and says it also where there is no GPU."""
-    modules = {stage.module for stage in table.values()}
-    broken = _import(
-        [f"benchmarks.gpu.{name}" for name in modules] + [p for m in modules for p in PACKAGES.get(m, ())]
-    )
+    wanted = {
+        name: (f"benchmarks.gpu.{stage.module}", *_packages(name, stage)) for name, stage in table.items()
+    }
+    broken = _import(name for names in wanted.values() for name in names)
     found: dict[str, list[str]] = {}
     for name, stage in table.items():
         told = [reason for need in stage.needs if (reason := NEEDS[need]()) is not None]
-        wanted = (f"benchmarks.gpu.{stage.module}", *PACKAGES.get(stage.module, ()))
-        told += [broken[package] for package in wanted if package in broken]
+        told += [broken[package] for package in wanted[name] if package in broken]
         found[name] = list(dict.fromkeys(told))
-    return found  # fmt: skip
+    return found
+
+
+def no_package(name: str, stage: Stage) -> str | None:
+    """A package that this stage lacks, in words.  Imports nothing: a real run has no seconds for all of vLLM once more."""
+    return next(
+        (reason for one in _packages(name, stage) if (reason := not_installed(one, one)) is not None), None
+    )
+
+
+def _packages(name: str, stage: Stage) -> tuple[str, ...]:
+    return (*PACKAGES.get(stage.module, ()), *_OF_STAGE.get(name, ()))
 
 
 def _import(names: Iterable[str]) -> dict[str, str]:

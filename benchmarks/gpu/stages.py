@@ -52,7 +52,7 @@ _ROSE = (*_ENGINE, "plugin")
 _TRAIN = ("gpu", "torch", "transformers")
 STAGES: dict[str, Stage] = {
     "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60, 10),
-    "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120, 20),
+    "contract": Stage("device", "contract", "the tests marked gpu", (*_DEVICE, "vllm"), 60, 120, 20),
     "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE, 30, 60, 20),
     "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE, 40, 80, 25),
     "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE, 40, 80, 15),
