@@ -69,6 +69,7 @@ class SupportVerdict:
         rows: All that it touches, the deciding one first; the row ``decoder`` alone where there is none.
         total_pages: Of 2 MiB, in each rank's KV cache; None where the arguments do not tell.
         lendable_pages: Of these at most; before any floor, headroom or limit of the node's.
+        memory_share: Part of each GPU that it takes in all; None: its KV cache has a size of its own, or nobody can say.
         num_cores: How many engine cores have a directory each below its ``ROSE_DIR``; 1: its one core uses that itself; None: nobody can say.
         notes: What else an operator should know.
     """
@@ -77,6 +78,7 @@ class SupportVerdict:
     rows: tuple[Touched, ...] = ()
     total_pages: int | None = None
     lendable_pages: int | None = None
+    memory_share: float | None = None
     num_cores: int | None = None
     problem: str = ""
     fix: str = ""
@@ -307,7 +309,7 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
         support, because = judge(role, ["unknown_version"])
         says = f"the configuration could not be read: {error!r}"
         return replace(answer, support=support.label, rows=(_touched(because, role, support, says),))
-    answer = replace(answer, num_cores=compat.num_cores_below(config))
+    answer = replace(answer, num_cores=compat.num_cores_below(config), memory_share=_memory_share(config))
     if standing.support is not Support.REFUSED:
         compat.take_places(config, standing)
     try:
@@ -333,6 +335,12 @@ def judge_engine(role: str, arguments: Sequence[str]) -> SupportVerdict:
         lendable_pages=lendable if elastic or lendable is None else 0,
         notes=notes,
     )
+
+
+def _memory_share(config: Any) -> float | None:
+    cache = config.cache_config
+    sized = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    return None if sized else float(cache.gpu_memory_utilization)
 
 
 def _name_problems(role: str) -> list[str]:

@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rose.config import load_config
+from rose.coserve.device import DeviceView
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
@@ -48,7 +49,8 @@ from rose.coserve.host_checks import (
     of_error,
 )
 from rose.coserve.node_config import DeviceConfig, NodeConfig
-from rose.coserve.node_dir import MAX_CORES, core_dir, is_core_dir
+from rose.coserve.node_dir import MAX_CORES, NodeDir, core_dir, is_core_dir
+from rose.coserve.records import Phase
 from rose.errors import ConfigError, LedgerError
 from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.proc import find_program
@@ -255,11 +257,16 @@ def rollout_plan(
     if config.serving is not None and config.device.kind == "gpu" and not says_memory_share(engine):
         try:
             gpu = GpuMemory(config.device.gpu)
+            left, why_not = _left_by_production(config, gpu, production)
+            total_bytes = gpu.total_bytes()
             share = memory_share(
                 weights_bytes=weights_bytes(engine.model),
-                device_bytes=gpu.total_bytes(),
-                free_bytes=gpu.free_bytes() - config.device.reserve,
+                device_bytes=total_bytes,
+                free_bytes=total_bytes if left is None else left - config.device.reserve,
             )
+            if left is None:
+                says = f"whether it fits beside production was not judged: {why_not}"
+                found.append(Check(level=Level.OK, name=ROLLOUT, says=says))
         except ConfigError as error:
             found.append(of_error(ROLLOUT, error))
         except LedgerError:
@@ -276,6 +283,28 @@ def rollout_plan(
         found.append(Check(level=Level.FAIL, name="engine.command", says=error.message))
         return None, found
     return Command(python=command.python, args=command.args, env=dict(spec.env)), found
+
+
+def _left_by_production(
+    config: NodeConfig, gpu: GpuMemory, production: Mapping[str, Any] | None
+) -> tuple[int | None, str]:
+    """Bytes of the GPU that production leaves; None where that cannot be told, and why.
+
+    What is free at this moment says so only beside a production that is up, and before our own engine is there.
+    """
+    view = DeviceView(NodeDir(config.dir), {})
+    view.look()
+    if view.rollout_alive():
+        return None, "it runs already"
+    if view.serving_alive() and view.lease is not None and view.lease.phase is not Phase.STARTING:
+        return gpu.free_bytes(), ""
+    share = production.get("memory_share") if production is not None else None
+    if share is None:
+        return (
+            None,
+            "production does not run, and its command line does not say what part of the GPU it takes",
+        )
+    return int(gpu.total_bytes() * (1 - share)), ""
 
 
 # --------------------------------------------------------------------------- all of it

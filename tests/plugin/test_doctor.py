@@ -326,6 +326,15 @@ def test_without_a_size_the_kinds_of_the_cache_are_predicted_all_the_same(
     assert (answer["total_pages"], answer["lendable_pages"]) == (None, None)
 
 
+def test_the_part_of_a_gpu_that_production_takes_is_told_where_its_cache_has_no_size(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    from vllm.config import CacheConfig
+
+    assert answers["no size"]["memory_share"] == CacheConfig().gpu_memory_utilization
+    assert answers["dense"]["memory_share"] is None
+
+
 # --- in this process: what a vLLM that changed, or is absent, leads to
 
 
