@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import ready, stages
 from benchmarks.gpu.common import (
     ALLOW_MPS,
+    GRAPHS,
     MEMORY,
     PARTIAL,
     RATE,
@@ -236,12 +237,7 @@ def _run_all(
             str(running / "answer.json"),
             *flags,
         ]
-        env = {
-            **os.environ,
-            PARTIAL: str(running / "partial.json"),
-            MEMORY: record.memory,
-            "PYTHONUNBUFFERED": "1",
-        }
+        env = _stage_env(record, running)
         env |= stand_in.env() if stand_in is not None and "driver" in table[name].needs else {}
         found = runner.run(command, running, env, min(_limit_s(table[name], args.rehearse), left_s))
         broken = stand_in.broken_rules() if stand_in is not None else []
@@ -260,6 +256,17 @@ def _run_all(
         if runner.stopping:
             break
     return tried
+
+
+def _stage_env(record: Record, running: Path) -> dict[str, str]:
+    has_graphs = record.best().get("engine_graphs", {}).get("state") == "done"
+    return {
+        **os.environ,
+        PARTIAL: str(running / "partial.json"),
+        MEMORY: record.memory,
+        GRAPHS: "1" if has_graphs else "0",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _order(table: dict[str, stages.Stage], record: Record) -> list[str]:

@@ -34,6 +34,8 @@ ALLOW_MPS = "ROSE_GPU_CHECK_ALLOW_MPS"
 TRACE = "ROSE_GPU_CHECK_TRACE"
 RATE = "ROSE_GPU_CHECK_RATE"
 REHEARSE = "ROSE_GPU_CHECK_REHEARSE"
+GRAPHS = "ROSE_GPU_CHECK_GRAPHS"
+"""1: the stage ``engine_graphs`` is done, so production beside an engine has them too."""
 MEMORY = "ROSE_GPU_CHECK_MEMORY"
 SHARED_MEMORY = Path("/dev/shm")
 MPS_CONTROL = "nvidia-cuda-mps-control"

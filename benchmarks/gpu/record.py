@@ -161,8 +161,11 @@ class Record:
         repeats = {n: best[n] for n in REPEATS if best.get(n, {}).get("state") == "done"}
         kinds = {n: _traffic(one) for n, one in repeats.items()}
         if len(set(kinds.values())) > 1:
-            told = ", ".join(f"{n}: {workload} at {rate}/s" for n, (workload, rate) in kinds.items())
-            return flat | {"table.not_pooled": f"the repeats differ in workload or rate: {told}"}
+            told = ", ".join(
+                f"{n}: {workload} at {rate}/s{', production eager' if eager else ''}"
+                for n, (workload, rate, eager) in kinds.items()
+            )
+            return flat | {"table.not_pooled": f"the repeats differ in workload, rate or graphs: {told}"}
         table = figures.table_1([one["figures"] for one in repeats.values()])
         return flat | {f"table.{key}": value for key, value in table.items()}
 
@@ -301,10 +304,10 @@ def _is_attempt(one: Any) -> bool:
     )
 
 
-def _traffic(attempt: Attempt) -> tuple[Any, Any]:
-    """Workload and rate of a repeat."""
+def _traffic(attempt: Attempt) -> tuple[Any, Any, Any]:
+    """Workload and rate of a repeat, and whether its production was eager."""
     details = attempt.get("details") or {}
-    return details.get("workload"), details.get("rate_hz")
+    return details.get("workload"), details.get("rate_hz"), details.get("production_eager")
 
 
 def _rank(attempt: Attempt) -> int:

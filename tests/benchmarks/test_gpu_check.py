@@ -576,5 +576,5 @@ def test_repeats_of_another_workload_or_rate_are_not_pooled(tmp_path: Path, othe
     two = attempt("table_2", **repeat(9.0, 9.0)) | {"details": other}
     flat = recorded(tmp_path, one, two).summary()
     assert "table.p99_ttft_ratio" not in flat
-    assert "differ in workload or rate" in flat["table.not_pooled"]
+    assert "differ in workload, rate or graphs" in flat["table.not_pooled"]
     assert flat["table_2.p99_ttft_ratio"] == 9.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import figures, models
+from benchmarks.gpu import common, figures, models
 from rose.units import PAGE_BYTES
 
 GIB = 1 << 30
@@ -229,7 +229,9 @@ def test_the_parts_are_started_as_a_gpu_needs_them(tmp_path: Path, monkeypatch: 
     plan.make_models()
     production = plan.production().spec
     assert production.argv[1:4] == ("-m", "vllm.entrypoints.cli.main", "serve")
-    assert "--enforce-eager" not in production.argv  # production keeps its graphs
+    assert "--enforce-eager" in production.argv
+    monkeypatch.setenv(common.GRAPHS, "1")  # this device has been seen to run them
+    assert "--enforce-eager" not in plan.production().spec.argv
     assert production.cores == tuple(range(6))
     assert {
         production.env[name] for name in ("ROSE_ROLE", "ROSE_ALLOW_UNMEASURED", "CUDA_VISIBLE_DEVICES")

@@ -76,3 +76,28 @@ def test_a_dry_run_fails_for_any_stage_that_lacks_a_package(
     assert gpu_check.main() == 0
     without(monkeypatch, "cryptography")
     assert gpu_check.main() == 1
+
+
+@pytest.mark.parametrize(("state", "graphs"), [(None, "0"), ("failed", "0"), ("done", "1")])
+def test_production_beside_an_engine_has_graphs_where_they_have_been_seen_to_run(
+    tmp_path: Path, state: str | None, graphs: str
+) -> None:
+    """A table takes most of a call; it must not fail for what is only asked behind it."""
+    record = Record(tmp_path, rehearsal=False)
+    record.begin(60.0, {})
+    if state is not None:
+        record.start("engine_graphs")
+        record.end({"stage": "engine_graphs", "state": state, "figures": {}})
+    assert gpu_check._stage_env(record, tmp_path)[common.GRAPHS] == graphs
+
+
+def test_repeats_with_and_without_graphs_are_not_pooled(tmp_path: Path) -> None:
+    record = Record(tmp_path, rehearsal=False)
+    record.begin(60.0, {})
+    for name, eager in (("table_1", True), ("table_2", False)):
+        record.start(name)
+        traffic = {"workload": "burst", "rate_hz": 0.3, "production_eager": eager}
+        record.end({"stage": name, "state": "done", "figures": {"p99_ttft_ratio": 1.0}, "details": traffic})
+    flat = record.summary()
+    assert "table.p99_ttft_ratio" not in flat
+    assert "differ in workload, rate or graphs" in flat["table.not_pooled"]
