@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.coserve.cuda_driver import CudaDriver, Driver
 from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
-from vllm_plugin import compute, internals, selfcheck
+from vllm_plugin import compat, compute, internals, selfcheck
 from vllm_plugin.elastic import ENV_GPU_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import CudaKvMemory, KvMemory
 from vllm_plugin.layer_stop import LaunchAhead
@@ -29,6 +29,8 @@ class RoseGPUWorker(ElasticKv, WeightWorkerMixin, Worker):
     _rose_driver: Driver | None = None
 
     def init_device(self) -> None:
+        if role() == "rollout":
+            compat.stay_eager(self.vllm_config)
         super().init_device()
         if role() != "rollout":
             return

@@ -231,14 +231,25 @@ def training(
 
 
 def activation(inactive_bytes: int, seconds: Sequence[float], left_bytes: int) -> dict[str, Any]:
-    """A deployed engine that holds nothing: what it costs, from ``on`` to a first token, and what ``off`` leaves."""
-    return {
+    """A deployed engine that holds nothing: what it costs, from ``on`` to a first token, and what ``off`` leaves.
+
+    Args:
+        seconds: From ``on`` to a first token.  The first time stands apart: kernels that are made at their first use are in it.
+    """
+    first, *again = seconds
+    found: dict[str, Any] = {
         "inactive_gib": inactive_bytes / GIB,
-        "first_token_s_p50": percentile(seconds, 0.5),
-        "first_token_s_max": max(seconds),
+        "first_s": first,
+        "activation_1_s_met_at_first": first <= MOONSHOT_ACTIVATION_S,
         "left_after_off_gib": left_bytes / GIB,
-        "activation_1_s_met": max(seconds) <= MOONSHOT_ACTIVATION_S,
     }
+    if again:
+        found |= {
+            "again_s_p50": percentile(again, 0.5),
+            "again_s_max": max(again),
+            "activation_1_s_met": max(again) <= MOONSHOT_ACTIVATION_S,
+        }
+    return found
 
 
 def table_1(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

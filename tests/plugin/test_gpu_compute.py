@@ -136,3 +136,49 @@ def test_a_driver_that_says_no_is_an_error_of_ours() -> None:
     driver.fail_at = {"sm_split": 1}
     with pytest.raises(LedgerError):
         driver.sm_split()
+
+
+# --- nothing compiles later
+
+
+def test_an_eager_rollout_worker_compiles_nothing_at_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's log-prob functions are under ``torch.compile`` in eager mode too: seconds in which a reclaim ends in a kill."""
+    import torch
+    import torch._dynamo
+    from vllm.config import CompilationMode
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_plugin import selfcheck
+    from vllm_plugin.gpu_worker import RoseGPUWorker
+
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def init_device(self: Any) -> None:
+        self.device = torch.device("cpu")
+
+    monkeypatch.setenv("ROSE_ROLE", "rollout")
+    monkeypatch.setattr(Worker, "init_device", init_device)
+    for module, name in (
+        (selfcheck, "require"),
+        (compute, "cap_torch_memory"),
+        (compute, "facts"),
+        (compute, "enforce"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    worker: Any = object.__new__(RoseGPUWorker)
+    worker._rose_driver = object()
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=CompilationMode.NONE))
+    worker.cache_config = SimpleNamespace(gpu_memory_utilization=0.5)
+    worker.parallel_config = SimpleNamespace(world_size=1)
+    worker.model_config = SimpleNamespace(enforce_eager=True)
+    with torch._dynamo.config.patch(disable=False):
+        logprobs = torch.compile(lambda x: x + 1, backend=backend)
+        worker.init_device()
+        logprobs(torch.ones(1))
+    assert compiled == []
