@@ -297,18 +297,35 @@ def _beside_a_client(control: str) -> Figures:
     free = here.free_bytes()
     with Peer("prefill", env=low) as peer:
         arms["loaded"], rate = beside(peer.count, lambda: arm_times(here, step))
-        servers = mps_stop.ask(control, "get_server_list")
-        clients = mps_stop.ask(control, f"get_client_list {servers[0]}") if servers else []
-        seen = str(peer.pid) in clients
-        subprocess.run(
-            [sys.executable, "-IS", mps_stop.__file__, control, str(peer.pid)], timeout=10, check=False
-        )
+        ended = terminate(control, peer.pid)
         free_s = _free_after(here, peer.kill, free - GIB)
     try:
         survived = len(step_times(here, step, 50)) == 50
     except RuntimeError:  # torch's word for a CUDA error
         survived = False
-    return {**figures.mps(arms, survived, free_s, seen), "client_steps_per_s": rate}
+    return {**figures.mps(arms, survived, free_s), **ended, "client_steps_per_s": rate}
+
+
+def terminate(control: str, pid: int, limit_s: float = 10.0) -> Figures:
+    """Have a client's work ended as the guard of a rollout engine does, and look whether it has left the daemon's list."""
+    listed, timed_out = _is_client(control, pid), False
+    begun = time.monotonic()
+    try:
+        subprocess.run(
+            [sys.executable, "-IS", mps_stop.__file__, control, str(pid)], timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    seconds = time.monotonic() - begun
+    left = listed and not _is_client(control, pid)
+    return figures.termination(listed=listed, left=left, seconds=seconds, timed_out=timed_out)
+
+
+def _is_client(control: str, pid: int) -> bool:
+    return any(
+        str(pid) in mps_stop.ask(control, f"get_client_list {server}")
+        for server in mps_stop.ask(control, "get_server_list")
+    )
 
 
 def _alone_twice() -> tuple[Place, Any, dict[str, list[float]]]:

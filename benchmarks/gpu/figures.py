@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 from benchmarks.gpu.models import Shape
 from rose.errors import LedgerError
 from rose.evaluation.statistics import percentile
+from rose.proc import ProcSpec
 from rose.units import PAGE_BYTES
 
 GIB = 1 << 30
@@ -17,6 +18,7 @@ MOONSHOT_ACTIVATION_S = 1.0
 MOONSHOT_P99_RATIO = 1.05
 PAPER_P99_RATIO = (1.07, 1.27)
 FREE_LIMIT_S = 0.5
+GUARD_S = ProcSpec(name="", argv=()).before_kill_s
 LOAD_SHARE = 0.9
 """Of the load that an arm asks for: with less its ratio says too little."""
 BF16_FLOP_S: Mapping[str, float] = {
@@ -275,13 +277,21 @@ def table_1(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def mps(
-    arms: Mapping[str, Sequence[float]], survived: bool, free_s: float, terminated: bool
-) -> dict[str, Any]:
+def mps(arms: Mapping[str, Sequence[float]], survived: bool, free_s: float) -> dict[str, Any]:
     """A client beside another, and what its end by ``terminate_client`` with kernels in flight did to that other."""
+    return {**steps(arms), "other_client_survived": survived, "free_after_kill_s": free_s}
+
+
+def termination(*, listed: bool, left: bool, seconds: float, timed_out: bool) -> dict[str, Any]:
+    """What was seen of a client's end: whether the daemon listed it, and did not any more before the kill.
+
+    Args:
+        seconds: That the program took which the guard runs; the guard kills after ``ProcSpec.before_kill_s``, done or not.
+    """
     return {
-        **steps(arms),
-        "client_was_terminated": terminated,
-        "other_client_survived": survived,
-        "free_after_kill_s": free_s,
+        "client_was_listed": listed,
+        "client_left_before_kill": left,
+        "terminate_s": seconds,
+        "terminate_timed_out": timed_out,
+        "terminate_in_the_guards_time": not timed_out and seconds <= GUARD_S,
     }
