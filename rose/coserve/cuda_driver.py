@@ -62,6 +62,8 @@ class Spans(NamedTuple):
     access_shared: bool
     """Of mappings that all show one handle."""
     unmap: bool
+    unmap_shared: bool
+    """Of mappings that all show one handle."""
 
 
 class Driver(Protocol):
@@ -229,7 +231,9 @@ class CudaDriver:
             shared = self._takes_two(self.allow, address + 2 * size)
             unmap = self._takes_two(self.unmap, address)
             mapped -= {address, address + size}
-            return Spans(access, shared, unmap)
+            unmap_shared = self._takes_two(self.unmap, address + 2 * size)
+            mapped -= {address + 2 * size, address + 3 * size}
+            return Spans(access, shared, unmap, unmap_shared)
 
     def _takes_two(self, call: Callable[[int, int], None], address: int) -> bool:
         """Does it span two mappings?  Done either way."""

@@ -311,7 +311,7 @@ class CudaArena:
     def _hide_fallback(self, pieces: Iterable[int]) -> None:
         self._settle()
         shown = [piece for piece in pieces if piece not in self._bare and piece not in self._mapped]
-        for first, count in _calls(shown, self._spans.unmap):
+        for first, count in _calls(shown, self._spans.unmap_shared):
             self._driver.unmap(self._at(first), count * self._bytes)
             self._bare.update(range(first, first + count))
             self._dark.difference_update(range(first, first + count))

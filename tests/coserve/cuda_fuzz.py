@@ -39,7 +39,7 @@ FAULTS = {
 }
 _TRIES = 100
 """No call fails so often by chance."""
-QUIRKS = ("", "", "access-one-mapping", "unmap-one-mapping", "access-one-handle")
+QUIRKS = ("", "", "access-one-mapping", "unmap-one-mapping", "access-one-handle", "unmap-one-handle")
 
 
 class Life:

@@ -84,7 +84,7 @@ class MemoryDriver:
         return 1000 + len(self.green), num_sms
 
     def spans(self) -> Spans:
-        return Spans(access=True, access_shared=True, unmap=True)
+        return Spans(access=True, access_shared=True, unmap=True, unmap_shared=True)
 
     def _step(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1

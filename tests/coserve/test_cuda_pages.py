@@ -182,10 +182,11 @@ def test_a_map_that_fails_anywhere_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("quirk", "spans"),
     [
-        ("", Spans(True, True, True)),
-        ("access-one-mapping", Spans(False, False, True)),
-        ("access-one-handle", Spans(True, False, True)),
-        ("unmap-one-mapping", Spans(True, True, False)),
+        ("", Spans(True, True, True, True)),
+        ("access-one-mapping", Spans(False, False, True, True)),
+        ("access-one-handle", Spans(True, False, True, True)),
+        ("unmap-one-mapping", Spans(True, True, False, False)),
+        ("unmap-one-handle", Spans(True, True, True, False)),
     ],
 )
 def test_the_driver_is_asked_what_one_call_takes_and_given_no_more(
@@ -200,7 +201,7 @@ def test_the_driver_is_asked_what_one_call_takes_and_given_no_more(
         arena.map([(0, 4 * P)])
         arena.unmap([(0, 4 * P)])
         access = (1 if spans.access else 4) + (1 if spans.access_shared else 4)
-        unmap = 2 if spans.unmap else 8  # the fallback, then ours
+        unmap = (1 if spans.unmap_shared else 4) + (1 if spans.unmap else 4)  # the fallback, then ours
         assert gpu.count("cuMemSetAccess") - before["cuMemSetAccess"] == access
         assert gpu.count("cuMemUnmap") - before["cuMemUnmap"] == unmap
         arena_is_whole(arena)
@@ -214,7 +215,7 @@ def test_the_driver_is_asked_what_one_call_takes_and_given_no_more(
 def test_a_driver_that_cannot_be_asked_says_so_and_keeps_nothing(gpu: Hooks, call: str, number: int) -> None:
     gpu.fail(call, from_now=number)
     if (call, number) == ("cuMemAddressReserve", 2):
-        assert CudaDriver(0).spans() == Spans(True, True, True)
+        assert CudaDriver(0).spans() == Spans(True, True, True, True)
     else:
         with pytest.raises(LedgerError, match=call):
             CudaDriver(0).spans()
@@ -289,4 +290,21 @@ def test_an_arena_that_cannot_be_made_leaves_nothing_though_the_driver_refuses_o
         gpu.fail(refused, from_now=1)
         with pytest.raises(LedgerError, match="cuMemMap failed"):
             CudaPagePool(driver=cuda, reserve_bytes=0).reserve(8 * PAGE_BYTES)
+        assert gpu.left() == {}
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_device_that_unmaps_one_mapping_of_a_handle_at_a_time_lends_all_the_same(
+    device: Device, guard: bool
+) -> None:
+    """The page behind unmapped addresses is one handle, shown everywhere."""
+    with device.plugged(quirks="unmap-one-handle") as gpu:
+        cuda = CudaDriver(0)
+        assert cuda.spans().unmap
+        arena = CudaPagePool(driver=cuda, reserve_bytes=0).reserve(8 * P, guard=guard)
+        arena.map([(0, 4 * P)])
+        before = gpu.count("cuMemUnmap")
+        arena.unmap([(0, 4 * P)])
+        assert gpu.count("cuMemUnmap") == before + 1  # four handles of their own, in one call
+        arena.close()
         assert gpu.left() == {}

@@ -261,7 +261,9 @@ def test_threads_that_record_on_a_green_contexts_stream_take_turns(cuda: CudaDri
     cuda.drop(events[0])
 
 
-@pytest.mark.parametrize("quirk", ["access-one-mapping", "unmap-one-mapping", "access-one-handle"])
+@pytest.mark.parametrize(
+    "quirk", ["access-one-mapping", "unmap-one-mapping", "access-one-handle", "unmap-one-handle"]
+)
 def test_a_device_may_refuse_calls_that_span_mappings(device: Device, quirk: str) -> None:
     with device.plugged(quirks=quirk):
         cuda = CudaDriver(0)

@@ -120,6 +120,7 @@ CUresult cuInit(unsigned flags) {
         .access_one_mapping = asked("access-one-mapping"),
         .unmap_one_mapping = asked("unmap-one-mapping"),
         .access_one_handle = asked("access-one-handle"),
+        .unmap_one_handle = asked("unmap-one-handle"),
         .any_event = asked("any-event"),
         .no_green = asked("no-green"),
         .held = asked("held"),

@@ -67,6 +67,7 @@ typedef struct {
     bool access_one_mapping; /* an access call may span one mapping only */
     bool unmap_one_mapping;  /* the same of an unmap */
     bool access_one_handle;  /* nor may it span several mappings of one handle */
+    bool unmap_one_handle;   /* nor may an unmap */
     bool any_event;          /* events may be recorded on streams of other contexts */
     bool no_green;           /* no green contexts */
     bool held;               /* the device does nothing until it is waited for */

@@ -271,12 +271,18 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     int count = whole_mappings(address, size, &why);
     if (!count) REFUSE(INVALID_VALUE, "%s", why);
     if (count > 1 && quirks.unmap_one_mapping) return INVALID_VALUE;
+    Reservation *range = reservation_of(address, size);
+    Mapping *before = NULL;
+    for (CUdeviceptr at = address; at < address + size; at += before->size) {
+        Mapping *found = *granule(range, at);
+        if (before && before->handle == found->handle && quirks.unmap_one_handle) return INVALID_VALUE;
+        before = found;
+    }
     if (in_use(address, size)) {
         /* What CUDA does with the work is undefined; here it is what one has to expect. */
         stick(ILLEGAL_ADDRESS);
         violation(__func__, ILLEGAL_ADDRESS, "taken away under work in flight");
     }
-    Reservation *range = reservation_of(address, size);
     for (CUdeviceptr at = address; at < address + size;) {
         Mapping *found = *granule(range, at);
         at += found->size;
