@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rose.errors import ConfigError, NotFound
 from rose.scheduler.cli_client import DEFAULT_URL, CliClient, Url
-from rose.scheduler.search import MAX_FOUND
+from rose.wire import samples
 
 app = typer.Typer(
     name="rose traj", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -78,7 +78,7 @@ def list_(
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Trajectories that the scheduler remembers: the first 10000 that are searched for."""
+    """Trajectories that the scheduler remembers."""
     table = Table("id", "job", "group", "state", "reason", "turns", "reward")
     table.columns[0].no_wrap = True  # whole: it is what other commands take
     table.columns[0].overflow = "ignore"
@@ -98,7 +98,7 @@ def export(
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Full token traces, for a look offline: of the first 10000 that are searched for."""
+    """Full token traces, for a look offline."""
     client = CliClient(url, token_file, "environment")
     names = [each["id"] for each in _listed(client, job, state)]
     console = Console(stderr=True)
@@ -120,10 +120,12 @@ def export(
 
 
 def _listed(client: CliClient, job: str | None, state: str | None) -> list[dict[str, Any]]:
-    """What the scheduler lists; that it may be cut short is said."""
-    found = client.get("/rose/v1/trajectories", job=job, state=state, limit=MAX_FOUND)["trajectories"]
-    if len(found) >= MAX_FOUND:
-        Console(stderr=True).print(f"the first {MAX_FOUND}: there may be more, see --job and --state")
+    found = client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]
+    if len(found) >= samples.USUAL_FOUND:
+        # Only now: a scheduler of before refuses it.
+        found = client.get("/rose/v1/trajectories", job=job, state=state, limit=samples.MOST_FOUND)[
+            "trajectories"
+        ]
     return found
 
 

@@ -11,8 +11,8 @@ from rose.policy import samples as sp
 from rose.scheduler.http import whole_number
 from rose.scheduler.records import CreateRecord
 from rose.scheduler.store import UNSCORED
+from rose.wire import samples as wire
 
-MAX_FOUND = 10_000
 _STATES = (*(state.value for state in sp.SampleState), UNSCORED)
 _META = "meta."
 _NAMES = ("job", "group_id", "state", "limit")
@@ -27,7 +27,7 @@ class Search:
     state: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     """All of these."""
-    limit: int = MAX_FOUND
+    limit: int = wire.USUAL_FOUND
 
     @classmethod
     def of(cls, request: web.Request) -> Search:
@@ -50,7 +50,9 @@ class Search:
             metadata={
                 name.removeprefix(_META): value for name, value in query.items() if name.startswith(_META)
             },
-            limit=whole_number(query.get("limit", str(MAX_FOUND)), field="limit", least=1, most=MAX_FOUND),
+            limit=whole_number(
+                query.get("limit", str(wire.USUAL_FOUND)), field="limit", least=1, most=wire.MOST_FOUND
+            ),
         )
 
     def fits(self, created: CreateRecord, state: str) -> bool:

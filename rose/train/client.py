@@ -33,6 +33,7 @@ from rose.auth import bearer
 from rose.errors import CapacityError, Conflict, EngineError, Gone, NotFound, RoseError, TrainError
 from rose.lineage import parse_version
 from rose.train.envs.base import Message, Task
+from rose.wire import samples
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, error_of, read_refusal
 from rose.wire.pool import AnswerTooLarge, HttpTarget, PeerLost, Pool, encode_headers
@@ -234,9 +235,14 @@ class SchedulerClient:
 
     async def list_trajectories(self, *, job: str, state: str) -> list[dict[str, Any]]:
         """Trajectories of a job in one state: at least ``id`` and ``group_id``."""
-        answer = await self._call(
-            "GET", "/rose/v1/trajectories", self._by("environment"), params={"job": job, "state": state}
-        )
+        found = await self._listed({"job": job, "state": state})
+        if len(found) >= samples.USUAL_FOUND:
+            # Only now: a scheduler of before refuses it.
+            found = await self._listed({"job": job, "state": state, "limit": str(samples.MOST_FOUND)})
+        return found
+
+    async def _listed(self, params: Mapping[str, str]) -> list[dict[str, Any]]:
+        answer = await self._call("GET", "/rose/v1/trajectories", self._by("environment"), params=params)
         found = _field(answer, "trajectories", list)
         if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in found):
             raise EngineError("holds something that is no trajectory", field="trajectories")

@@ -11,6 +11,9 @@ from rose.wire.types import Count, Name, Positive, RunName, Seconds, ShortName, 
 MIN_RATIO = 1e-6
 """Of new prompt tokens to sampled ones; the inverse of the largest."""
 MAX_DEADLINE_S = 604_800.0
+USUAL_FOUND = 10_000
+"""Trajectories of a listing that names no ``limit``."""
+MOST_FOUND = 1_000_000
 StaleRule = Literal["wait", "mask", "cancel"]
 RoutingName = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
 

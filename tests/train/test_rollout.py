@@ -19,6 +19,7 @@ from rose.train.envs.base import Observation
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, pause_before, single_token_ids
+from rose.wire import samples
 from rose.wire.addresses import Addresses
 from tests.train.ray_world import Wrapper
 from tests.train.world import World, running_world
@@ -164,6 +165,15 @@ async def test_a_scheduler_that_is_away_does_not_hold_up_the_end_of_a_run(world:
         assert asyncio.all_tasks() == before
     with pytest.raises(TrainError, match="closed"):
         await client.list_trajectories(job="away", state="running")
+
+
+async def test_of_many_trajectories_none_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted after a restart is listed: a large job has more than a listing shows that names no limit."""
+    monkeypatch.setattr(samples, "USUAL_FOUND", 1)
+    async with client_of(world) as client:
+        for _ in range(2):
+            await client.create_trajectory(job="large", group_id="g", group_size=2, task={})
+        assert len(await client.list_trajectories(job="large", state="running")) == 2
 
 
 async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world: World) -> None:
