@@ -487,6 +487,8 @@ class SHAPED:
     def __init__(self) -> None:
         cores = {"data_parallel_size": 1, "data_parallel_external_lb": False}
         self.scheduler_config = self.parallel_config = type("Section", (), cores)()
+        sized = {"kv_cache_memory_bytes": 2**20, "num_gpu_blocks_override": None}
+        self.cache_config = type("Section", (), sized)()
 
 
 @pytest.mark.parametrize(

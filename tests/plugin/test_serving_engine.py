@@ -328,6 +328,8 @@ class RealAgent:
         self.agent._state = StateFile(self.agent)
         self._peer = self.agent.dir.rollout_lease_writer()
         self._stop = threading.Event()
+        self.off = threading.Event()
+        """Said to the agent in its own thread: it is no other's."""
         self.agent._set_mode()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -337,6 +339,9 @@ class RealAgent:
             now_ns = time.monotonic_ns()
             held = min(self.agent.policy.lend_pages, max(0, self.lent_pages))
             self._peer.write(RolloutLease(phase=Phase.READY, reserved_pages=held, heartbeat_ns=now_ns))
+            if self.off.is_set() and self.agent.mode != Mode.OFF:
+                self.agent.mode = Mode.OFF
+                self.agent._set_mode()
             self.agent._round()
 
     @property
@@ -386,8 +391,7 @@ def test_a_loan_goes_on_while_no_hit_is_lost_and_shrinks_when_hits_are(
         assert status["lending"]["cache_limit_pages"] < 10
         assert status["lending"]["reason"] == "serving's prompts miss prefixes"
     finally:
-        real.agent.mode = Mode.OFF
-        real.agent._set_mode()
+        real.off.set()
         eventually(lambda: real.lent_pages == 0, "everything is back")
         real.close()
 
