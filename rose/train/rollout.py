@@ -36,26 +36,28 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from rose.errors import (
-    CapacityError,
     ConfigError,
     Conflict,
     EngineError,
     Gone,
-    NotFound,
     RequestError,
     RoseError,
     TrainError,
-    Unauthorized,
 )
 from rose.train.client import SchedulerClient, StartedTrajectory
-from rose.train.envs.base import Environment, Family, Message, Observation, Task, unusable
+from rose.train.envs.base import Environment, Family, Message, Observation, Task
+from rose.train.episode_faults import (
+    Cause,
+    EpisodeFailed,
+    checked_reward,
+    failure_of,
+    info_of,
+    success_of,
+)
 from rose.train.evaluation import EvalEpisode
 from rose.train.plan import GroupPlan
 
@@ -69,21 +71,6 @@ PAUSE_FACTOR, MAX_PAUSE_S = 4.0, 60.0
 """Of the pauses before new tries of an episode."""
 CLOSE_TIMEOUT_S = 10.0
 """How long the end of a run waits for a scheduler that does not answer."""
-
-
-class Cause(StrEnum):
-    """Whose fault a failed try of an episode was."""
-
-    ENVIRONMENT = "environment"
-    REWARD = "reward"
-    ENGINE = "engine"
-    """502: the engines failed its turn as often as a turn may fail."""
-    DEADLINE = "deadline"
-    """504: a turn took longer than the scheduler lets it."""
-    CANCELLED = "cancelled"
-    """410, 404, 409, 422: the scheduler has given the trajectory up, or does not take it."""
-    REFUSED = "refused"
-    """400, 413: the scheduler does not take what the environment said, its answers or their size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,8 +283,8 @@ class EpisodeRunner:
                     )
                     final, num_turns = await self._play(begun.key, task)
                     return final, num_turns, await self._client.get_trajectory(begun.id)
-                except (_EpisodeFailed, RequestError) as error:
-                    failure = _failure_of(error)
+                except (EpisodeFailed, RequestError) as error:
+                    failure = failure_of(error)
                     if retry == self._params.max_retries:
                         raise TrainError(f"an episode of {job} failed: {failure}", field="env") from error
                 finally:
@@ -397,7 +384,7 @@ class EpisodeRunner:
                 )
                 group.finished(num_turns)
                 return
-            except (_EpisodeFailed, RequestError) as error:
+            except (EpisodeFailed, RequestError) as error:
                 if isinstance(error, Gone) and error.reason == "stale":
                     group.grew_stale()  # as a whole; another is played in its place
                     return
@@ -406,7 +393,7 @@ class EpisodeRunner:
                     return
                 if trajectory_id:
                     await self._let_go(trajectory_id)
-                failure = _failure_of(error)
+                failure = failure_of(error)
                 logger.warning("episode %s of group %s failed: %s", trajectory_id, plan.group_id, failure)
                 group.causes[failure.cause] += 1
                 if retry == self._params.max_retries:
@@ -435,7 +422,7 @@ class EpisodeRunner:
         try:
             environment = self._family.make()
         except Exception as error:
-            raise _EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
+            raise EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
         try:
             observation = await self._guard(lambda: environment.reset(task))
             messages: list[Message] = []
@@ -454,31 +441,31 @@ class EpisodeRunner:
                         allowed_token_ids=self._allowed,
                     )
                 except EngineError as error:
-                    raise _EpisodeFailed(Cause.ENGINE, error) from error
+                    raise EpisodeFailed(Cause.ENGINE, error) from error
                 except RequestError as error:
                     if error.code not in ("context_length_exceeded", "too_many_turns"):
                         raise
                     if turn == 0:
                         text = f"the first prompt does not fit: {error}"
-                        raise _EpisodeFailed(Cause.ENVIRONMENT, text) from error
+                        raise EpisodeFailed(Cause.ENVIRONMENT, text) from error
                     # Outgrown, as long conversations do: it ends here, and is paid what it had.
-                    info = {**_info_of(observation), "truncated": True}
+                    info = {**info_of(observation), "truncated": True}
                     cut = replace(observation, done=True, success=False, info=info)
                     return await self._score(task, messages, cut), turn
                 messages.append({"role": "assistant", "content": text})
                 observation = await self._guard(lambda text=text: environment.step(text))
-            raise _EpisodeFailed(Cause.ENVIRONMENT, f"no end after {MAX_CONVERSATION_TURNS} turns")
+            raise EpisodeFailed(Cause.ENVIRONMENT, f"no end after {MAX_CONVERSATION_TURNS} turns")
         finally:
             await self._close(environment)
 
     async def _score(self, task: Task, messages: list[Message], final: Observation) -> Observation:
-        final = replace(final, success=_success_of(final), info=_info_of(final))
+        final = replace(final, success=success_of(final), info=info_of(final))
         if self._rewarder is not None:
             try:
                 final = replace(final, reward=await self._rewarder.score(task, messages, final))
             except Exception as error:
-                raise _EpisodeFailed(Cause.REWARD, f"reward failed: {error}") from error
-        return _checked(final, self._params.reward_range)
+                raise EpisodeFailed(Cause.REWARD, f"reward failed: {error}") from error
+        return checked_reward(final, self._params.reward_range)
 
     async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Observation:
         """Environment code is foreign: whatever it does wrong costs its own episode and no more."""
@@ -495,11 +482,11 @@ class EpisodeRunner:
                 json.dumps(message)
             return replace(found, done=bool(found.done))
         except TimeoutError as error:
-            raise _EpisodeFailed(
+            raise EpisodeFailed(
                 Cause.ENVIRONMENT, f"no answer within {self._params.step_timeout_s:g} s"
             ) from error
         except Exception as error:
-            raise _EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
+            raise EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
 
     async def _close(self, environment: Environment) -> None:
         try:
@@ -509,62 +496,9 @@ class EpisodeRunner:
             logger.warning("an environment did not close: %s", error)
 
 
-class _EpisodeFailed(Exception):
-    """One try of an episode came to nothing; it is tried again."""
-
-    def __init__(self, cause: Cause, why: object) -> None:
-        super().__init__(str(why))
-        self.cause = cause
-
-
 def pause_before(retry: int, first_s: float, jitter: float) -> float:
     """Seconds before new try ``retry`` (the first is 1); ``jitter`` so that no two episodes come back at the same moment."""
     return min(first_s * PAUSE_FACTOR ** (retry - 1), MAX_PAUSE_S) * jitter
-
-
-def _failure_of(error: _EpisodeFailed | RequestError) -> _EpisodeFailed:
-    """What an answer of the scheduler means for the episode that got it.
-
-    Raises:
-        RequestError: It is none of the episode's business: the scheduler does not know us, or is away.
-    """
-    if isinstance(error, _EpisodeFailed):
-        return error
-    if isinstance(error, CapacityError) and error.status == 504:
-        return _EpisodeFailed(Cause.DEADLINE, error)
-    if isinstance(error, CapacityError | Unauthorized):
-        raise error
-    lost = isinstance(error, Gone | NotFound | Conflict)
-    return _EpisodeFailed(Cause.CANCELLED if lost else Cause.REFUSED, error)
-
-
-def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:
-    reward, (low, high) = final.reward, reward_range
-    if (found := unusable(reward)) is not None:
-        raise _EpisodeFailed(Cause.REWARD, f"reward {found}")
-    if not low <= reward <= high:
-        raise _EpisodeFailed(Cause.REWARD, f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
-    return final
-
-
-def _success_of(final: Observation) -> bool:
-    """Numpy's too: what ``reward > 0`` is of a reward of its own."""
-    if not isinstance(final.success, bool | np.bool_):
-        text = f"gave {type(final.success).__name__} for success, not a bool"
-        raise _EpisodeFailed(Cause.ENVIRONMENT, text)
-    return bool(final.success)
-
-
-def _info_of(last: Observation) -> dict[str, Any]:
-    """Asked for at the end alone: before it nobody reads what is there."""
-    if not isinstance(last.info, dict):
-        text = f"gave {type(last.info).__name__} for info, not a dict"
-        raise _EpisodeFailed(Cause.ENVIRONMENT, text)
-    try:
-        json.dumps(last.info)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _EpisodeFailed(Cause.ENVIRONMENT, f"info is not JSON: {error}") from error
-    return last.info
 
 
 class _GroupRun:
