@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import struct
 import sys
 import threading
@@ -113,7 +114,7 @@ def written_in_time(logs: Logs, steps: range, *, done_s: float = 60.0) -> bool:
 def test_a_full_disk_under_tensorboard_stops_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The library's own thread ends at the first error, and its queue, of ten numbers, blocks whoever brings another."""
+    """The library's own thread ends at the first error, and its queue, of ten numbers, blocks whoever brings another, unless it tells first."""
     from tensorboardX.record_writer import RecordWriter
 
     def full(self: RecordWriter, data: bytes) -> None:
@@ -122,7 +123,8 @@ def test_a_full_disk_under_tensorboard_stops_no_step(
     monkeypatch.setattr(RecordWriter, "write", full)
     with open_logs(config(tmp_path, page=False)) as logs:
         assert written_in_time(logs, range(30))
-    assert "TensorBoardSink is switched off: it hangs, and 10 steps wait" in caplog.text
+    (told,) = [text for text in caplog.messages if "TensorBoardSink" in text]
+    assert re.match("TensorBoardSink is switched off: (it hangs, and 10 steps wait|.*No space left)", told)
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 30
 
 
@@ -150,6 +152,18 @@ def test_the_end_of_a_run_does_not_wait_for_a_board_that_hangs(
     assert written_in_time(Logs(MetricsFile(tmp_path / "metrics.jsonl"), [board]), range(1, 3))
     hanging.let_go.set()
     assert "Hanging did not close: 3 calls were not made within 0.01 s" in caplog.text
+
+
+def test_a_board_that_hangs_is_switched_off_when_too_many_steps_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = Hanging()
+    board = BackgroundSink(hanging, max_behind=2)
+    board.write(0, {})
+    assert hanging.began.wait(60.0)
+    assert written_in_time(Logs(MetricsFile(tmp_path / "metrics.jsonl"), [board]), range(1, 6))
+    hanging.let_go.set()
+    assert caplog.messages == ["Hanging is switched off: it hangs, and 2 steps wait for it"]
 
 
 def test_what_a_board_says_in_its_own_thread_switches_it_off(tmp_path: Path) -> None:
