@@ -22,6 +22,7 @@ from rose.train.env_manager import EnvManager, eval_job, family_of
 from rose.train.envs.base import Task
 from rose.train.evaluation import EvalEpisode, Part, parts_of, told_of
 from rose.train.export import Which
+from rose.train.fate import with_its_node
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState, num_named
 from rose.train.rollout import RolloutReport
@@ -221,7 +222,7 @@ class Actors:
         # limit, a thousand, the next ping would wait behind them, and the manager be taken for dead.
         num_calls = 1000 + 4 * (config.most_alpha + 1) * config.rollout.num_groups
         options: Any = {**self._room.of_manager(index), "max_concurrency": num_calls}
-        make: Any = ray.remote(**options)(EnvManager)
+        make: Any = ray.remote(**options)(with_its_node(EnvManager))
         # Whose code plays there is not asked: it gets no token that publishes, and no key.
         return make.remote(self.config, self.tokens.only(["environment"]), spawn_reward_worker)
 
@@ -240,11 +241,12 @@ class Actors:
             from rose.train.ranks import TrainRank
 
             make = (self._parts.make_trainer if self._parts else None) or torch_trainer
+            bound = with_its_node(TrainRank)
             self._ranks = [
-                ray.remote(**room.of_rank(index))(TrainRank).remote(config, make, index)
+                ray.remote(**room.of_rank(index))(bound).remote(config, make, index)
                 for index in range(1, room.num_ranks)
             ]
-        make_worker: Any = ray.remote(**room.of_rank(0))(TrainWorker)
+        make_worker: Any = ray.remote(**room.of_rank(0))(with_its_node(TrainWorker))
         self._trainer = make_worker.remote(config, self.tokens, self._parts, self._ranks)
 
     # --- calls -----------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ class RayRewardWorker:
 
         from rose.train.rewards import RewardWorker
 
-        make: Any = ray.remote(num_cpus=0)(RewardWorker)
+        make: Any = ray.remote(num_cpus=0)(with_its_node(RewardWorker))
         self._actor = make.remote(reward.kind, reward.settings)
 
     async def ready(self) -> None:
