@@ -69,8 +69,9 @@ class Driver:
                 [*command, str(world.root / "tokens.toml")], stdout=subprocess.PIPE, stderr=stderr, text=True
             )
 
-    def says(self, **wanted: Any) -> None:
-        """Until it has said this of a step, or of what happens in one."""
+    def says(self, *, step: int | None = None, event: str | None = None) -> None:
+        """Until it has said that this step is done, or that this has happened."""
+        wanted = {"event": event} if step is None else {"step": step, "event": None}
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if wanted.items() <= json.loads(line).items():
