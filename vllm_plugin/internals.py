@@ -256,10 +256,14 @@ def looks_past_last_hit(scheduler: Any) -> bool:
 
 def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     """At most ``limit`` requests that wait for memory or a slot, oldest first.  Any thread."""
-    # In one go inside the interpreter: a loop here could be interrupted by the engine thread, and a queue that
-    # changed meanwhile raises.
-    both = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
-    return list(itertools.islice(both, limit))
+    # A queue of vLLM's has an iterator in Python, between which and its first request the engine thread may come in, and a queue that
+    # changed meanwhile raises.  So a deque is gone over by its own, made and used in one go inside the interpreter.
+    both = (scheduler.kv_holding_waiting, scheduler.waiting)
+    if all(isinstance(queue, collections.deque) for queue in both):
+        return list(
+            itertools.islice(itertools.chain.from_iterable(map(collections.deque.__iter__, both)), limit)
+        )
+    return list(itertools.islice(itertools.chain(*both), limit))  # by priority: vLLM goes over a copy
 
 
 LOOKED_PAST = 1024

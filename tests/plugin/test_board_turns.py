@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState, RolloutLease
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
-from vllm_plugin import compat
+from vllm_plugin import compat, internals
 
 HOUR_NS = 3600 * 10**9
 
@@ -193,3 +194,28 @@ def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for
     device.step()
     device.side.rounds.round()
     assert device.board_step() == device.side.steps.step
+
+
+def test_who_waits_is_read_while_the_engine_thread_takes_and_adds() -> None:
+    """A deque that changes between an iterator and its first element raises, and the round would have failed for good."""
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+    queues = SimpleNamespace(kv_holding_waiting=FCFSRequestQueue(), waiting=FCFSRequestQueue())
+    ended = threading.Event()
+
+    def engine() -> None:
+        while not ended.is_set():
+            queues.waiting.append(1)
+            queues.waiting.popleft()
+
+    interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=engine)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        lengths = {len(internals.waiting_requests(queues, 2)) for _ in range(50_000)}
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+    assert lengths <= {0, 1}
