@@ -367,6 +367,7 @@ class NodeAgent(Node):
             self._unwanted_s = time.monotonic()
         for kind in ("assignment", "node_id"):
             self.errors.pop(kind, None)
+        self._heed_assignment()  # now: who reads that it has answered reads what follows from it
         if self.weights is not None and answer.floor_run is not None and answer.floor is not None:
             self.weights.require(answer.floor_run, WeightVersion.parse(answer.floor))
         if answer.run is None:
