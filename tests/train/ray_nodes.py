@@ -112,6 +112,8 @@ class Node:
         command = [*beside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
         command += ["--include-log-monitor=false"]
+        # Where Ray says last of all that a head is there, and clients look for one.
+        self._address = machine.root / "ray" / "ray_current_cluster" if "--head" in arguments else None
         self.log = machine.root / f"node-{len(list(machine.root.glob('node-*.log')))}.log"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
@@ -121,6 +123,8 @@ class Node:
 
     def _started(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
+        if self._address is not None and not (self._address.exists() and self._address.read_text()):
+            return False
         return "Ray runtime started" in self.log.read_text()
 
     def kill(self) -> None:
