@@ -11,6 +11,7 @@ from rose.errors import LedgerError
 from rose.policy.admission import AdmissionParams, Rule
 from rose.policy.compat import Support
 from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.coserving.timing import age_s
 from rose.units import NS_PER_S
 
 
@@ -43,7 +44,7 @@ class Permit:
             return 0, f"shared files: {error}"
 
     def _pages(self) -> tuple[int, str]:
-        now_ns = time.monotonic_ns()
+        now_s = time.monotonic_ns() / NS_PER_S
         node = self._node.read()
         if node is None or not self._node.alive():
             return 0, "node agent is not there"
@@ -62,8 +63,8 @@ class Permit:
             serving_total=lease.total_pages if lease is not None else 0,
             serving_reserved=lease.reserved_pages if lease is not None else 0,
             serving_needed=board.needed_pages if board is not None else 0,
-            node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
-            serving_age_s=(now_ns - lease.heartbeat_ns) / NS_PER_S if lease is not None else 0.0,
+            node_age_s=age_s(node.heartbeat_ns / NS_PER_S, now_s),
+            serving_age_s=age_s(lease.heartbeat_ns / NS_PER_S, now_s) if lease is not None else 0.0,
             compute_only=lease is not None and lease.support == Support.COMPUTE_ONLY,
         )
 

@@ -31,6 +31,7 @@ from rose.policy.coserving.loans import AgentSaid
 from rose.policy.coserving.search import LoanSearch
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
+from rose.policy.coserving.timing import age_s
 from rose.units import NS_PER_S
 from vllm_plugin import compat
 from vllm_plugin.board import Board
@@ -206,7 +207,7 @@ class ServingRounds:
                 mode=int(node.mode),
                 lend_pages=self._asked_for(node),
                 floor_pages=node.floor_pages,
-                node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
+                node_age_s=age_s(node.heartbeat_ns / NS_PER_S, now_ns / NS_PER_S),
             )
         )
 

@@ -21,6 +21,7 @@ from rose.coserve.records import Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support
+from rose.policy.coserving import timing
 from rose.policy.lending_events import RolloutReported, ServingReported, Tick
 from rose.units import NS_PER_S
 
@@ -213,8 +214,7 @@ class FreeFigure:
 
 def age_s(at_ns: int) -> float:
     """Seconds since a CLOCK_MONOTONIC stamp; a stamp from the future is as wrong as one from long ago."""
-    value_s = (time.monotonic_ns() - at_ns) / NS_PER_S
-    return value_s if value_s > -1.0 else math.inf
+    return timing.age_s(at_ns / NS_PER_S, time.monotonic_ns() / NS_PER_S)
 
 
 def _alive(file: RecordReader[Any]) -> bool:

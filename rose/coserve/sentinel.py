@@ -38,6 +38,7 @@ from rose.errors import LedgerError
 from rose.policy import deadlines
 from rose.policy.compat import Support
 from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.coserving.timing import age_s
 from rose.policy.lending import DEAD_AFTER_S
 from rose.policy.lending_events import Mode
 from rose.proc_share import IdleShare, Rung
@@ -79,8 +80,8 @@ def owed_pages(
         serving_total=there.total_pages,
         serving_reserved=there.reserved_pages,
         serving_needed=board.needed_pages if board is not None else 0,
-        node_age_s=now_s - node.heartbeat_ns / NS_PER_S,
-        serving_age_s=now_s - there.heartbeat_ns / NS_PER_S,
+        node_age_s=age_s(node.heartbeat_ns / NS_PER_S, now_s),
+        serving_age_s=age_s(there.heartbeat_ns / NS_PER_S, now_s),
         compute_only=there.support == Support.COMPUTE_ONLY,
     )
     return max(0, held_pages - allowed)
@@ -112,7 +113,9 @@ class Sentinel:
         except LedgerError:
             self._help_the_dying(now_s, alone=True)
             return False  # a damaged file: the engine gives everything back by itself, and we have no proof
-        self._help_the_dying(now_s, alone=node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
+        self._help_the_dying(
+            now_s, alone=node is None or age_s(node.heartbeat_ns / NS_PER_S, now_s) > GRACE_S
+        )
         try:
             rollout = self._rollout.read() if self._rollout.alive() else None
             # Its workers may outlive a core, and hold memory by themselves.
@@ -130,7 +133,7 @@ class Sentinel:
         set_s = 0.0
         if node is not None:
             set_s = node.deadline_ns / NS_PER_S + GRACE_S
-            heard = now_s - node.heartbeat_ns / NS_PER_S <= DEAD_AFTER_S
+            heard = age_s(node.heartbeat_ns / NS_PER_S, now_s) <= DEAD_AFTER_S
             if heard and not node.deadline_ns and node.mode == Mode.ON and rollout is not None:
                 self._since_s, self._held = None, held
                 return False

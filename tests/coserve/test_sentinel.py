@@ -27,6 +27,7 @@ from rose.coserve.records import (
 )
 from rose.coserve.sentinel import GRACE_S, HELP_EVERY_S, PERIOD_S, Sentinel, owed_pages
 from rose.policy.compat import Support
+from rose.policy.coserving.timing import AHEAD_S
 from rose.policy.deadlines import MAX_RECLAIM_S
 from rose.policy.lending import DEAD_AFTER_S
 from rose.proc_tree import is_dying
@@ -54,6 +55,7 @@ ROLLOUT = RolloutLease(phase=Phase.READY, reserved_pages=10)
         ({"serving": dataclasses.replace(SERVING, support=Support.COMPUTE_ONLY, reserved_pages=20)}, 0),
         ({"node": dataclasses.replace(NODE, mode=Mode.OFF)}, 10),
         ({"now_s": DEAD_AFTER_S + 0.1}, 10),  # nobody has been heard of since
+        ({"now_s": -AHEAD_S - 0.1}, 10),  # a stamp of the boot before, on a disk
         ({"held_pages": 0, "serving_alive": False}, 0),
         ({"node": None}, 0),
         ({"node": dataclasses.replace(NODE, has_serving=0), "serving_alive": False}, 0),

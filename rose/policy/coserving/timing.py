@@ -9,11 +9,18 @@ clock.  Called on production's step path: scalars in, a scalar out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, inf
 from typing import TypeVar
 
 Time = TypeVar("Time", int, float)
 """Whole nanoseconds stay whole."""
+AHEAD_S = 1.0
+"""A stamp may be so far ahead of a clock that was read before it was written."""
+
+
+def age_s(at_s: float, now_s: float) -> float:
+    """Seconds since a heartbeat; infinite for one from the future, which is as wrong as one from long ago (a disk keeps the stamp of the boot before)."""
+    return now_s - at_s if at_s - now_s <= AHEAD_S else inf
 
 
 def latest_start(since: Time, promised: Time, work: Time) -> Time:

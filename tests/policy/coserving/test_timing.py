@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from rose.policy.coserving.timing import encoder_steps, is_late, latest_start, prompt_work_s
+from rose.policy.coserving.timing import age_s, encoder_steps, is_late, latest_start, prompt_work_s
 
 
 def test_a_prompt_is_read_in_steps_that_others_decode_in() -> None:
@@ -43,3 +45,10 @@ def test_an_encoder_comes_before_the_prompt_that_has_its_images() -> None:
         prompt_work_s(512, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0, encoder_s=0.5)
         == text_s + 0.5
     )
+
+
+def test_a_stamp_from_the_future_is_as_old_as_can_be() -> None:
+    assert age_s(10.0, 12.5) == 2.5
+    assert age_s(10.0, 9.9) == pytest.approx(-0.1)  # the clock was read first
+    assert age_s(10_000.0, 5.0) == math.inf
+    assert math.isinf(age_s(math.inf, 5.0))
