@@ -16,6 +16,7 @@ from rose.sim.fleet import simulate_fleet, write_fleet_report
 from rose.sim.report import document, write_reports
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
+from rose.sim.summary import missing_steps
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import SimResult, simulate
 
@@ -119,9 +120,12 @@ def print_runs(runs: list[SimResult]) -> None:
             cells.append("-" if value is None else text.format(value))
         table.add_row(run.system.name, *cells)
     Console(width=max(120, Console().width)).print(table)
-    ended = [run.system.name for run in runs if not run.steps]
-    if ended:
-        Console(stderr=True).print(f"no RL step ended within the duration: {', '.join(ended)}")
+    for run in runs:
+        if missing := missing_steps(run):
+            Console(stderr=True).print(
+                f"{run.system.name}: {missing} within duration_s = {run.scenario.duration_s:g}, so there is no speed-up of it or over it",
+                soft_wrap=True,
+            )
 
 
 def _fleet(config: Scenario, names: tuple[str, ...], out: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.evaluation.charts import Series, bar_chart, legend, line_chart, linear_axis
 from rose.evaluation.page import whole_page, write_whole
-from rose.sim.summary import COLUMNS, Row, percentiles_over_time, summarize
+from rose.sim.summary import COLUMNS, Row, missing_steps, percentiles_over_time, summarize
 from rose.sim.world import SimResult
 
 PARTS = (
@@ -24,19 +24,23 @@ COLOURS = ("production", "harvested", "dedicated", "policy", "lent", "pressure",
 
 
 def document(runs: Sequence[SimResult], extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``{"schema", "summary", "details"}``; the summary's keys are ``system.metric``."""
+    """``{"schema", "summary", "details"}``; the summary's keys are ``system.metric``.  No speed-up of or over a run whose steps did not all end."""
     rows = {run.system.name: summarize(run) for run in runs}
     base = runs[0].scenario.baseline or runs[0].system.name
-    reference = rows[base]["step_s"]
+    missing = {run.system.name: missing_steps(run) for run in runs}
+    reference = None if missing[base] else rows[base]["step_s"]
     summary: dict[str, Any] = {}
     for name, row in rows.items():
         summary.update({f"{name}.{key}": value for key, value in row.items()})
         own = row["step_s"]
-        summary[f"{name}.speedup"] = round(reference / own, 4) if reference and own else None
+        summary[f"{name}.speedup"] = (
+            round(reference / own, 4) if reference and own and not missing[name] else None
+        )
     scenario = runs[0].scenario.model_dump(mode="json")
     details = {
         "scenario": scenario,
         "baseline": base,
+        "missing_steps": {name: words for name, words in missing.items() if words},
         "labels": {run.system.name: run.system.label for run in runs},
         "seed": runs[0].seed,
         "digests": {run.system.name: run.digest for run in runs if run.digest},
@@ -139,7 +143,9 @@ def _tiles(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, 
         name = run.system.name
         missed = rows[name]["slo_missed"]
         note = "" if missed is None else f"{missed:.2%} of production over its limits"
-        value = "none ended" if speedups[name] is None else f"{speedups[name]:.2f}x"
+        value = (
+            f"{speedups[name]:.2f}x" if speedups[name] is not None else missing_steps(run) or "no baseline"
+        )
         tiles.append(
             f'<div class="tile"><div class="label">{escape(run.system.label)}</div>'
             f'<div class="value">{value}</div><div class="note">{note}</div></div>'

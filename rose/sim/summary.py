@@ -42,8 +42,19 @@ COLUMNS: dict[str, str] = {
 }
 
 
+def missing_steps(run: SimResult) -> str:
+    """What of its steps did not end within the duration, in words; empty where all did, or none was asked for but by the duration.
+
+    The steps that ended are the quicker ones, so a mean over them says too little of such a run.
+    """
+    num, asked = len(run.steps), run.scenario.num_steps
+    if not num:
+        return "no step ended"
+    return f"{num} of {asked} steps ended" if asked is not None and num < asked else ""
+
+
 def summarize(run: SimResult) -> Row:
-    """One row; None = nothing was measured."""
+    """One row; None = nothing was measured.  ``step_s`` is of the steps that ended (:func:`missing_steps`)."""
     steps, counters = run.steps, run.counters
     num = len(steps)
     span_s = steps[-1].end_s - steps[0].start_s if num else math.nan

@@ -17,7 +17,8 @@ from benchmarks.lib.claims import CLAIMS, Claim
 from benchmarks.run import FIGURES, RESULTS, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
-from rose.sim.report import COLUMNS, chrome_trace, write_reports
+from rose.sim.report import COLUMNS, chrome_trace, document, write_reports
+from rose.sim.report import render as render_page
 from rose.sim.world import simulate
 from tests.sim.test_world import tiny
 
@@ -238,6 +239,28 @@ def test_reports_agree_with_each_other_and_fetch_nothing(tmp_path: Path) -> None
                 summary[f"{row['system']}.{key}"] if row[key] else float("nan"), nan_ok=True
             )
     assert summary["fixed_sync.speedup"] == 1.0
+
+
+@pytest.mark.parametrize(("duration_s", "ended"), [(5.0, "no step ended"), (40.0, "of 50 steps ended")])
+def test_no_gain_is_told_of_a_run_whose_steps_did_not_all_end(duration_s: float, ended: str) -> None:
+    scenario = tiny().model_copy(update={"duration_s": duration_s, "num_steps": 50})
+    runs = [simulate(scenario, name) for name in ("fixed_sync", "rose")]
+
+    told = document(runs)
+
+    assert [told["summary"][f"{name}.speedup"] for name in ("fixed_sync", "rose")] == [None, None]
+    assert all(ended in told["details"]["missing_steps"][name] for name in ("fixed_sync", "rose"))
+    assert ended in render_page(runs)
+
+
+def test_steps_bounded_by_the_duration_alone_lack_none() -> None:
+    scenario = tiny().model_copy(update={"num_steps": None})
+    runs = [simulate(scenario, name) for name in ("fixed_sync", "rose")]
+
+    told = document(runs)
+
+    assert told["details"]["missing_steps"] == {}
+    assert told["summary"]["rose.speedup"] > 0
 
 
 def test_the_chrome_trace_keeps_to_its_window() -> None:
