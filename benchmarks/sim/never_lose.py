@@ -6,7 +6,6 @@
 default so far; ``h8`` is 8; ``roomy8`` is 2, and 8 while the dedicated engines have slots for every turn that runs.  ``own`` is ``h2`` that
 places on dedicated engines alone while they have.  In these four running turns stay where they are; ``moving`` is ``h2`` where they
 go on at a dedicated engine once a slow one has held them back too long (``scheduler.migrate_ratio``, the default of today);
-``home`` is ``moving`` where the price of a move from a harvested engine to a dedicated one, which lasts, is shared over 8 turns.
 
 **cell**: a quarter of the paper's 8B GRPO cell with 4 and with 8 dedicated engines, two steps, as ``benchmarks/sim/sim_maps.py`` has it,
 where ROSE lost 2 %.  The figure is the step time of the fixed system over ROSE's, the mean over the seeds with its 95 % interval
@@ -22,10 +21,10 @@ system, both sizes together); if none does both it stays as it is.
 
 **Came out** (2026-11-24, and again 2026-11-26): none never loses, ``moving`` alone does no harm; the default stays.
 
-**Bar of** ``home``, written before it was run on these seeds (tuned on workloads A to D, seeds 100 to 103, and on four of the paper's cells, seeds 1002 to
-1004): it becomes the default if over ``moving``, seed by seed, the lower end of the gain with 4 engines and with 8 is 0.99 or more, and the upper ends of ``mean``
-and ``p90`` are 1.01 or less.  **Missed** (2026-11-27, ``never_lose_home``): 0.999 (0.990 to 1.008; lower end 0.9895) and 1.000, mean 1.005 (to
-1.008), p90 1.010 (to 1.015), makespan 0.997 (0.990 to 1.004).  It stays off.
+A sixth arm, ``home`` (a move from a harvested engine to a dedicated one shared over 8 turns), missed its own bar (2026-11-27, ``never_lose_home``): 0.999 (0.990 to 1.008; lower end 0.9895) and 1.000, mean 1.005
+(to 1.008), p90 1.010 (to 1.015). What came of it is judged by ``benchmarks/sim/draining.py``.
+
+Production's misses in files before 2026-11-29 are of all requests, each run over its own time; from here on they are request by request, over the time of both.
 
 Results are kept in the file as they come: start it again and it goes on.
 """
@@ -33,6 +32,7 @@ Results are kept in the file as they come: start it again and it goes on.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -48,13 +48,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lib.report import Report, write  # noqa: E402
 from benchmarks.scheduling.fluid_world import World  # noqa: E402
 from benchmarks.scheduling.policies import CHURN_PER_MIN, WORKLOADS, fleet_params  # noqa: E402
-from benchmarks.sim.sim_maps import scenario_of  # noqa: E402
+from benchmarks.sim.sim_maps import run_point  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.policy.routing import CostParams, make_policy  # noqa: E402
 from rose.policy.turn_events import TurnParams  # noqa: E402
-from rose.sim.arrivals import make_arrivals  # noqa: E402
-from rose.sim.summary import summarize  # noqa: E402
-from rose.sim.world import simulate  # noqa: E402
+from rose.sim.summary import Misses  # noqa: E402
 
 ARMS = {
     "h2": CostParams(horizon_turns=2.0, roomy_horizon_turns=2.0, home_horizon_turns=2.0),
@@ -64,9 +62,8 @@ ARMS = {
         horizon_turns=2.0, roomy_horizon_turns=2.0, home_horizon_turns=2.0, own_while_roomy=True
     ),
     "moving": CostParams(horizon_turns=2.0, roomy_horizon_turns=2.0, home_horizon_turns=2.0),
-    "home": CostParams(horizon_turns=2.0, roomy_horizon_turns=2.0, home_horizon_turns=8.0),
 }
-MIGRATE_RATIO = {"moving": 1.5, "home": 1.5}
+MIGRATE_RATIO = {"moving": 1.5}
 """Of the arms whose running turns may move."""
 SIZES = (4, 8)
 SEEDS = range(500, 514)
@@ -79,7 +76,7 @@ Details = dict[str, dict[str, dict[str, dict[str, float]]]]
 
 
 def run_cell(arm: str, seed: int) -> dict[str, float]:
-    """Step time by number of dedicated engines, and the share of requests that missed a limit."""
+    """By number of dedicated engines: step time, and the share of production's requests that are late beyond those of the fixed system's run."""
     found: dict[str, float] = {}
     for size in SIZES:
         changes = [f"fleet.dedicated={size}"]
@@ -92,12 +89,20 @@ def run_cell(arm: str, seed: int) -> dict[str, float]:
                 f"scheduler.cost.own_while_roomy={str(params.own_while_roomy).lower()}",
                 f"scheduler.migrate_ratio={MIGRATE_RATIO.get(arm, 0.0)}",
             ]
-        scenario = scenario_of(tuple(changes), seed)
-        arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
-        row = summarize(simulate(scenario, "rose" if arm in ARMS else "fixed_sync", arrivals=arrivals))
-        found[f"step_s.{size}"] = float(row["step_s"] or math.nan)
-        found[f"slo_missed.{size}"] = float(row["slo_missed"] or 0.0)
+        fixed = run_fixed(size, seed)
+        row = run_point(tuple(changes), "rose", seed, fixed) if arm in ARMS else fixed
+        if row["step_s"] is None:
+            raise SystemExit(
+                f"{arm}, {size} engines, seed {seed}: not all steps ended, so it has no step time"
+            )
+        found[f"step_s.{size}"] = row["step_s"]
+        found[f"misses_added.{size}"] = Misses(**row["misses"]).share or 0.0 if arm in ARMS else 0.0
     return found
+
+
+@functools.lru_cache(maxsize=len(SIZES))
+def run_fixed(size: int, seed: int) -> dict[str, Any]:
+    return run_point((f"fleet.dedicated={size}",), "fixed_sync", seed)
 
 
 def run_loads(arm: str, seed: int) -> dict[str, float]:
@@ -140,8 +145,7 @@ def conclude(data: Details) -> dict[str, Any]:
             low, _ = add(
                 f"{arm}.gain_over_fixed.{size}", [fixed[seed][key] / row[key] for seed, row in mine.items()]
             )
-            key = f"slo_missed.{size}"
-            add(f"{arm}.slo_missed_added.{size}", [row[key] - fixed[seed][key] for seed, row in mine.items()])
+            add(f"{arm}.misses_added.{size}", [row[f"misses_added.{size}"] for row in mine.values()])
             lows.append(low)
             means.append(summary.get(f"{arm}.gain_over_fixed.{size}", 0.0))
         summary[f"{arm}.never_loses"] = min(lows) >= LEAST_GAIN
@@ -160,27 +164,6 @@ def conclude(data: Details) -> dict[str, Any]:
         summary[f"{arm}.does_no_harm"] = max(highs["mean_s"], highs["p90_s"]) <= MOST_HARM
         if summary[f"{arm}.never_loses"] and summary[f"{arm}.does_no_harm"]:
             fit[arm] = sum(means)
-    before, cells, turns = "moving", cell.get("moving", {}), loads.get("moving", {})
-    held: list[bool] = []
-    for size in SIZES:
-        low, _ = add(
-            f"home.gain_over_{before}.{size}",
-            [
-                cells[seed][f"step_s.{size}"] / row[f"step_s.{size}"]
-                for seed, row in cell.get("home", {}).items()
-                if seed in cells
-            ],
-        )
-        held.append(low >= LEAST_GAIN)
-    for metric in METRICS:
-        ratios = [
-            statistics.geometric_mean([row[key] / turns[seed][key] for key in row if key.startswith(metric)])
-            for seed, row in loads.get("home", {}).items()
-            if seed in turns
-        ]
-        _, high = add(f"home.{metric}_over_{before}", ratios)
-        held.append(metric == "makespan_s" or high <= MOST_HARM)
-    summary["home.bar_met"] = all(held)
     complete = all(len(data.get(part, {}).get(arm, {})) >= len(SEEDS) for part in PARTS for arm in ARMS)
     summary["default"] = max(fit, key=lambda arm: fit[arm]) if fit else "h2"
     summary["complete"] = complete
@@ -201,6 +184,10 @@ def main() -> None:
     report, data = Report("never_lose"), Details()
     if args.json is not None and args.json.exists():
         data = json.loads(args.json.read_text())["details"]
+        if any("slo_missed.4" in row for seeds in data.get("cell", {}).values() for row in seeds.values()):
+            parser.error(
+                f"{args.json} was begun before misses were counted request by request: choose another file"
+            )
     began = time.monotonic()
     for number, seed in enumerate(SEEDS):
         for part in args.part or PARTS:
