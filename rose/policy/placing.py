@@ -280,7 +280,7 @@ class Placer:
             at_s=at_s,
             num_prompt_tokens=turn.num_tokens,
             expected_tokens=turn.expected_tokens,
-            remaining_tokens=self.remaining.tokens(spec.trajectory_id, spec.job),
+            remaining_tokens=self.remaining.tokens(spec.trajectory_id, spec.history),
             affine=affine,
             resident_tokens=min(resident, turn.num_tokens),
             group_worker=group_worker if affine is None else None,

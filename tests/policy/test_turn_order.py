@@ -10,10 +10,11 @@ import pytest
 from rose.errors import PolicyError
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
-from rose.policy.routing import make_policy
+from rose.policy.packed import Eligible
+from rose.policy.routing import Candidate, make_policy
 from rose.policy.stop_reasons import RECLAIMED
 from rose.policy.turns import TurnBook
-from rose.policy.worker import Duty, Tier
+from rose.policy.worker import Duty, Tier, Worker
 from tests.policy.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
 
 
@@ -217,3 +218,25 @@ def test_the_queue_is_bounded() -> None:
     with pytest.raises(PolicyError, match="queued already"):
         submit(book, "c")
     assert len(book.queue) == 2
+
+
+def test_a_turn_is_placed_by_what_its_kind_of_task_has_taught() -> None:
+    """Under the job's name alone nothing is known where tasks have kinds: no move's price was shared by the turns that follow."""
+    book = book_of("cost")
+    asked: list[float | None] = []
+    policy = book.policy
+
+    class Seen:
+        def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
+            asked.append(turn.remaining_tokens)
+            return policy.choose(turn, eligible)
+
+    book.policy = Seen()
+    join(book, "d", Tier.DEDICATED)
+    for index in range(60):
+        book.remaining.made(f"old{index}", "j/maths", 100)
+        book.remaining.closed(f"old{index}")
+    submit(book, "a", task_kind="maths")
+    submit(book, "b", task_kind="poems")
+
+    assert asked == [100.0, None]
