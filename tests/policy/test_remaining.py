@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rose.policy.remaining import MIN_SAMPLES, Remaining
 
 
@@ -46,3 +48,41 @@ def test_memory_is_bounded() -> None:
         book.closed(f"u{index}")
     assert len(book._made) <= 10
     assert len(book._jobs) <= 256
+
+
+def test_who_still_runs_counts_as_longer_than_what_it_has_made() -> None:
+    book = learned([100] * 60)
+    for index in range(60):
+        book.made(f"runs{index}", "j", 400)
+    book.made("late", "j", 90)
+
+    # Half end with 100; the others, who have made 400, are expected to make as much again as the last bin ends with.
+    whole = (100 + 2 * 2 ** (36 / 4)) / 2
+    assert book.tokens("late", "j") == pytest.approx(whole - 90, rel=0.02)
+    assert book.tokens("runs0", "j") == 400
+
+
+def test_one_that_ends_or_is_forgotten_runs_no_longer() -> None:
+    book = Remaining(max_entries=100)
+    for index in range(MIN_SAMPLES):
+        book.made(f"old{index}", "j", 100)
+        book.closed(f"old{index}")
+    before = book.tokens("new", "j")
+    for index in range(101):
+        book.made(f"runs{index}", "j", 1000)
+    for index in range(100):
+        book.made(f"other{index}", "k", 5)
+
+    assert book.tokens("new", "j") == before == 100
+
+
+def test_a_history_that_was_forgotten_while_its_trajectories_ran_begins_anew() -> None:
+    book = learned([100] * MIN_SAMPLES)
+    book.made("runs", "j", 50)
+    for index in range(300):
+        book.made(f"t{index}", f"job{index}", 5)
+    assert book.tokens("new", "j") is None
+    book.made("runs", "j", 50)
+    book.closed("runs")
+
+    assert sum(book._jobs["j"].running) == 0
