@@ -37,6 +37,7 @@ POLICY = (
         "cold_cache",
         "concurrency",
         "contention",
+        "draining",
     ),
     *("deadlines", "fleet", "growth", "lending", "lending_events", "lending_policy", "migration", "pace"),
     *("packed", "placing", "remaining", "rounds", "routing", "speed", "stop_reasons", "turn", "turn_events"),

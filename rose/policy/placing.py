@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from rose.errors import PolicyError
 from rose.lineage import Version
 from rose.policy.affinity import Affinity
+from rose.policy.draining import Draining
 from rose.policy.fleet import Fleet
 from rose.policy.packed import Eligible, Mask, Rows
 from rose.policy.remaining import Remaining
@@ -42,6 +43,7 @@ class Placer:
     turns: All turns that have not ended; owned by the turn book.
     required: Lowest weight version per job; owned by the turn book.
     runs: The run of each job whose trainer named one; owned by the turn book.
+    draining: Which jobs drain; owned by the turn book.
     """
 
     policy: RoutingPolicy
@@ -52,6 +54,7 @@ class Placer:
     turns: dict[str, Turn]
     required: dict[str, Version]
     runs: dict[str, str]
+    draining: Draining
     queue: list[Entry] = field(default_factory=lambda: list[Entry]())
     _fresh: set[str] = field(default_factory=lambda: set[str]())
     """Queued turns that have not been tried against the workers as they were when these last gained."""
@@ -281,6 +284,7 @@ class Placer:
             num_prompt_tokens=turn.num_tokens,
             expected_tokens=turn.expected_tokens,
             remaining_tokens=self.remaining.tokens(spec.trajectory_id, spec.history),
+            drains=self.draining.drains(spec.job),
             affine=affine,
             resident_tokens=min(resident, turn.num_tokens),
             group_worker=group_worker if affine is None else None,

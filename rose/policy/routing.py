@@ -39,13 +39,15 @@ class Candidate:
     ``affine`` is the worker that ran this trajectory last, eligible or not; ``resident_tokens`` is what of
     the prompt is believed to be in its cache.  ``group_worker`` took the last first turn of this group;
     its members share ``group_tokens`` of their prompts.  ``remaining_tokens``: expected of the whole rest of the
-    trajectory, this turn's ``expected_tokens`` included; None while nothing is known.
+    trajectory, this turn's ``expected_tokens`` included; None while nothing is known.  ``drains``: its job does
+    (:mod:`rose.policy.draining`).
     """
 
     num_prompt_tokens: int
     expected_tokens: int
     remaining_tokens: float | None = None
     at_s: float = 0.0
+    drains: bool = False
     affine: Worker | None = None
     resident_tokens: int = 0
     group_worker: Worker | None = None
@@ -80,8 +82,8 @@ class CostParams:
     the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
     roomy_horizon_turns: float = 2.0
     """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
-    home_horizon_turns: float = 2.0
-    """The same for a move from a worker that can be taken back to a dedicated one, which lasts."""
+    home_horizon_turns: float = 16.0
+    """The same for a move from a worker that can be taken back to a dedicated one, while the job drains: it lasts, and the load there only falls."""
     own_while_roomy: bool = False
     """Place on dedicated workers alone while they have slots for every turn that runs."""
     floor_s: float = 0.02
@@ -214,7 +216,12 @@ class CostPolicy:
         stay = self._stay_turns(turn, eligible)
         fresh_s = read_s * (1.0 - again + again / stay)
         affine = turn.affine
-        if affine is not None and affine.tier is not Tier.DEDICATED and turn.remaining_tokens is not None:
+        if (
+            turn.drains
+            and affine is not None
+            and affine.tier is not Tier.DEDICATED
+            and turn.remaining_tokens is not None
+        ):
             home = max(stay, min(params.home_horizon_turns, turn.remaining_tokens / turn.expected_tokens))
             if home > stay:
                 fresh_s -= eligible.column("dedicated") * read_s * (again / stay - again / home)

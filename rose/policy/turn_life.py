@@ -14,6 +14,7 @@ from rose.errors import PolicyError
 from rose.lineage import Version
 from rose.policy.affinity import Affinity
 from rose.policy.borrowed import goes_back
+from rose.policy.draining import Draining
 from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.placing import Entry, Placer
 from rose.policy.remaining import Remaining
@@ -73,6 +74,10 @@ class TurnLife:
             ewma=self.params.expected_ewma,
         )
         self.remaining = Remaining(max_entries=self.params.max_affinity_entries)
+        self.num_running: Counter[str] = Counter()
+        self.num_done: Counter[str] = Counter()
+        """Turns by job: not ended, and ended, since :meth:`forget_job`."""
+        self.draining = Draining(self.num_running)
         self.placer = Placer(
             policy=policy,
             params=self.params,
@@ -82,10 +87,8 @@ class TurnLife:
             turns=self.turns,
             required=self.required,
             runs=self.runs,
+            draining=self.draining,
         )
-        self.num_running: Counter[str] = Counter()
-        self.num_done: Counter[str] = Counter()
-        """Turns by job: not ended, and ended, since :meth:`forget_job`."""
         self._by_trajectory: dict[str, set[str]] = {}
         self._alarms: list[tuple[float, str]] = []
         """When to look at a turn again; one too many is harmless."""
@@ -111,6 +114,7 @@ class TurnLife:
         """Its counts; it has no turn any more."""
         if self.num_running[job] == 0:
             del self.num_running[job], self.num_done[job]
+            self.draining.forget(job)
 
     def turns_of(self, trajectory_id: str) -> list[str]:
         """Its turns that have not ended."""
@@ -150,6 +154,7 @@ class TurnLife:
         self.turns[event.turn_id] = turn
         self._by_trajectory.setdefault(event.trajectory_id, set()).add(event.turn_id)
         self.num_running[event.job] += 1
+        self.draining.submitted(event.job, begins=not self.remaining.has_begun(event.trajectory_id))
         self.placer.put(turn)
         self._watch(turn, event.at_s)
         return []

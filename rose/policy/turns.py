@@ -32,6 +32,7 @@ from typing import assert_never
 from rose.errors import PolicyError
 from rose.lineage import format_version
 from rose.policy.borrowed import goes_back, must_leave
+from rose.policy.draining import Draining
 from rose.policy.migration import to_move
 from rose.policy.turn_events import (
     Action,
@@ -331,3 +332,5 @@ class TurnBook(TurnLife):
         """Complete the state of a decision log from before jobs named runs."""
         if not hasattr(self, "runs"):
             self.runs = self.placer.runs = {}
+        if not hasattr(self, "draining"):
+            self.draining = self.placer.draining = Draining(self.num_running)

@@ -106,8 +106,13 @@ def test_cost_moves_a_long_context_only_for_a_trajectory_that_has_long_to_go() -
         assert policy.choose(candidate, Eligible.of([slow, fast])) is home
 
 
-@pytest.mark.parametrize(("tier", "goes"), [(Tier.DEDICATED, True), (Tier.HARVESTED, False)])
-def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns(tier: Tier, goes: bool) -> None:
+@pytest.mark.parametrize(
+    ("tier", "drains", "goes"),
+    [(Tier.DEDICATED, True, True), (Tier.DEDICATED, False, False), (Tier.HARVESTED, True, False)],
+)
+def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns_while_the_job_drains(
+    tier: Tier, drains: bool, goes: bool
+) -> None:
     policy = CostPolicy(
         rng=random.Random(0), params=CostParams(horizon_turns=2.0, home_horizon_turns=8.0, hysteresis=0.0)
     )
@@ -115,7 +120,12 @@ def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns(tier: Tier, go
     here, there = worker("here", tier=Tier.HARVESTED), worker("there", tier=tier)
     here.speed.token_s, there.speed.token_s = 0.015, 0.010
     candidate = turn(
-        num_prompt_tokens=8000, resident_tokens=8000, expected_tokens=60, affine=here, remaining_tokens=600.0
+        num_prompt_tokens=8000,
+        resident_tokens=8000,
+        expected_tokens=60,
+        affine=here,
+        remaining_tokens=600.0,
+        drains=drains,
     )
     assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
 
