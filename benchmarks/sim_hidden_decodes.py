@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.report import Report, write  # noqa: E402
 from benchmarks.sim.latency_tables import HIDDEN  # noqa: E402
-from benchmarks.sim.paper_cells import ARMS, CELLS, JUDGED, MOST_ADDED, Cell, Setting  # noqa: E402
+from benchmarks.sim.paper_cells import ARMS, CELLS, JUDGED, MOST_ADDED, OURS, Cell, Setting  # noqa: E402
 from benchmarks.sim_paper import REACHED, Row, added_misses, run  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 
@@ -79,25 +79,27 @@ def conclude_cell(cell: Cell, rows: Mapping[str, Row]) -> dict[str, Any]:
             return statistics.fmean(gains_of(runs, arm, over))
 
         found[f"{kind}.busy"] = round(statistics.fmean(runs[f"fixed/{seed}"]["busy"] for seed in SEEDS), 4)
-        found[f"{kind}.ceiling.gain"] = round(mean_gain("ceiling", "fixed"), 4)
         for arm in JUDGED:
-            key = f"{kind}.{arm}"
-            found[f"{key}.gain"] = round(mean_gain(arm, "fixed"), 4)
+            what, key = ARMS[arm], f"{kind}.{arm}"
+            found[f"{kind}.{what.ceiling}.gain"] = round(mean_gain(what.ceiling, what.over), 4)
+            found[f"{key}.gain"] = round(mean_gain(arm, what.over), 4)
             found[f"{key}.misses_added"] = round(
                 statistics.fmean(added_misses(cell, runs, arm, seed) for seed in SEEDS), 6
             )
             sides.setdefault(f"{arm}.gain", {})[kind] = found[f"{key}.gain"] > 1.0
             sides.setdefault(f"{arm}.misses_added", {})[kind] = found[f"{key}.misses_added"] <= MOST_ADDED
-            if arm == "paper":
+            if arm not in OURS:
                 continue
-            found[f"{key}.over_paper"] = round(mean_gain(arm, "paper"), 4)
+            found[f"{key}.over_paper"] = round(mean_gain(arm, what.rival), 4)
             sides.setdefault(f"{arm}.over_paper", {})[kind] = found[f"{key}.over_paper"] > 1.0
-            top = found[f"{kind}.ceiling.gain"]
+            top = found[f"{kind}.{what.ceiling}.gain"]
             if top > 1.0:
                 found[f"{key}.reached"] = round((found[f"{key}.gain"] - 1.0) / (top - 1.0), 3)
             sides.setdefault(f"{arm}.reached", {})[kind] = found.get(f"{key}.reached", 0.0) >= REACHED
     for arm in JUDGED:
-        judged, hidden = (gains_of(rows, f"{kind}/{arm}", f"{kind}/fixed") for kind in ("judged", "hidden"))
+        judged, hidden = (
+            gains_of(rows, f"{kind}/{arm}", f"{kind}/{ARMS[arm].over}") for kind in ("judged", "hidden")
+        )
         mean, half = mean_interval([new / old for new, old in zip(hidden, judged, strict=True)])
         found[f"{arm}.gain_ratio"] = round(mean, 4)
         found[f"{arm}.gain_ratio_low"], found[f"{arm}.gain_ratio_high"] = (

@@ -5,21 +5,22 @@
 
 Sixteen cells (``benchmarks/sim/paper_cells.py``): GRPO and DAPO, 8B and 32B, batches of 256 and 1,024 trajectories, production about 19 % and 60 % busy
 (fitted by ``benchmarks/sim/paper_production.py``).  Arms: ``fixed``, the job's own engines; ``paper``, the paper's policies; ``rose``, the daemons'
-defaults; ``rose_levers``, with the scheduler's two levers for the tail, rollout steps that stop at a layer and chunks of 512 tokens while production stands
-still (each by itself, and streamed steps: ``benchmarks/sim/levers.py``, which has wide engines beside narrow ones too; speculative decoding is not simulated).  ``ceiling``: the
-harvestable GPUs are the job's own; ``unlimited``: an engine for every trajectory.
+defaults; ``ceiling``: the harvestable GPUs are the job's own; ``unlimited``: an engine for every trajectory.  The same four with steps that are streamed, which is the user's gain with and
+without harvesting: ``fixed_tail``, ``paper_tail``, ``ceiling_tail``, and ``rose_tail``, *ROSE with the tail engine*, which has the scheduler's two levers for the tail, rollout steps that stop at a layer,
+chunks of 512 tokens while production stands still, and up to four rollout steps for each of production's (each by itself: ``benchmarks/sim/levers.py``, which has wide engines, copies and tail
+batching too; none of them pays, so they are not here; speculative decoding is not simulated).
 
 **Search**, the same for every arm, on seeds 1000 and 1001, mean step time: one pass over the coordinates in ``coordinates()``, each value
 tried with the others as they are then, the best kept.  Tensor parallel of the dedicated engines, their cap, the cap of harvested ones, the levers where an arm has
 them.  ``fixed``, ``ceiling`` and ``unlimited`` search twice, with trajectories that hold slots as ROLL has it, and with ROSE's own scheduler, and take the faster.
 A setting whose steps do not end within 7,200 s, or whose engines cannot exist, is out.
 
-**Judged** on seeds 0 to 13, never on those of the search, two steps each.  Gain: step time of ``fixed`` over the arm's, seed by seed; mean, 95 %
-interval by Student's t.  Reached: (gain - 1) / (ceiling - 1), of the means.  Added misses: requests of production, each beside itself in the ``fixed``
+**Judged** on seeds 700 to 713, never on those of the search, two steps each (files of 2026-11-21 to 27: seeds 0 to 13).  Gain: step time of ``fixed`` over the arm's, of the ``tail`` arms of ``fixed_tail``, seed by seed; mean, 95 %
+interval by Student's t.  Reached: (gain - 1) / (ceiling - 1), of the means, with the ceiling of the same levers.  ``over_plain``: of a ``tail`` arm, step time of ``fixed`` over its.  Added misses: requests of production, each beside itself in the ``fixed``
 run, over one window, which ends with the shortest run of the seed (less the last minute): late with rollouts less late without, of all; mean over seeds and
 interval as above.
 
-**Bar**, for each cell and for ``rose`` (and for ``rose_levers``, which is not a default): the lower ends of its gain over ``fixed`` and over ``paper`` are above 1;
+**Bar**, for each cell and for ``rose`` (and for ``rose_tail``, some of which is no default): the lower ends of its gain and of that over ``paper`` (``paper_tail``) are above 1;
 reached is 0.85 or more; the upper end of added misses is 0.0002 or less.  What does not meet it is said, and no number is added afterwards.
 
 Results are kept in FILE as they come: start it again and it goes on.  ``details.commits``: of all the code that added to it.
@@ -47,6 +48,7 @@ from benchmarks.sim.paper_cells import (  # noqa: E402
     CELLS,
     JUDGED,
     MOST_ADDED,
+    OURS,
     PRODUCTION,
     PUBLISHED,
     Cell,
@@ -63,9 +65,10 @@ from rose.sim.hardware import Hardware  # noqa: E402
 from rose.sim.summary import compare_misses, summarize  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
 
-SEEDS = tuple(range(14))
+SEEDS = tuple(range(700, 714))
 TUNING_SEEDS = (1000, 1001)
 REACHED = 0.85
+SCHEMA = 3
 GOAL = 3.5
 
 Row = dict[str, Any]
@@ -118,7 +121,12 @@ class Book:
         self._path, self._end_s = path, time.monotonic() + seconds
         self.data: dict[str, Any] = {"cells": {}}
         if path.exists():
-            self.data = json.loads(path.read_text())["details"]
+            document = json.loads(path.read_text())
+            if document["schema"] != SCHEMA:
+                raise ConfigError(
+                    "was begun by another version of this program", field=str(path), fix="choose another file"
+                )
+            self.data = document["details"]
         self._saved_s = time.monotonic()
         self._concluded: dict[str, dict[str, Any]] = {}
         commits = self.data.setdefault("commits", [])
@@ -145,7 +153,7 @@ class Book:
 
     def save(self) -> None:
         document = {
-            "schema": 2,
+            "schema": SCHEMA,
             "benchmark": "sim_paper",
             "summary": conclude(self.data, self._concluded),
             "details": self.data,
@@ -231,16 +239,20 @@ def conclude_cell(cell: Cell, runs: Mapping[str, Row], seeds: tuple[int, ...] = 
         found[name] = round(mean, digits)
         found[f"{name}_low"], found[f"{name}_high"] = round(mean - half, digits), round(mean + half, digits)
 
-    for arm in ("ceiling", "unlimited", *JUDGED):
-        interval(f"{arm}.gain", gains(arm, "fixed"), 4)
-    top = found.get("ceiling.gain")
+    interval("unlimited.gain", gains("unlimited", "fixed"), 4)
     for arm in JUDGED:
-        if arm != "paper":
-            interval(f"{arm}.over_paper", gains(arm, "paper"), 4)
+        what = ARMS[arm]
+        interval(f"{what.ceiling}.gain", gains(what.ceiling, what.over), 4)
+        top = found.get(f"{what.ceiling}.gain")
+        interval(f"{arm}.gain", gains(arm, what.over), 4)
+        if what.streamed:
+            interval(f"{arm}.over_plain", gains(arm, "fixed"), 4)
+        if what.rival:
+            interval(f"{arm}.over_paper", gains(arm, what.rival), 4)
         if f"{arm}.gain" in found and top is not None and top > 1:
             found[f"{arm}.reached"] = round((found[f"{arm}.gain"] - 1) / (top - 1), 3)
         interval(f"{arm}.misses_added", [added_misses(cell, runs, arm, seed) for seed in seeds], 6)
-        if arm != "paper":
+        if arm in OURS:
             found[f"{arm}.meets_bar"] = (
                 found.get(f"{arm}.gain_low", 0.0) > 1
                 and found.get(f"{arm}.over_paper_low", 0.0) > 1
@@ -276,28 +288,28 @@ def table(summary: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]])
             for key, value in summary.items()
             if key.startswith(f"{cell.name}.")
         }
-        tops = "; ".join(
-            f"{own[f'{name}.gain']:.2f}x" if f"{name}.gain" in own else "-"
-            for name in ("ceiling", "unlimited")
-        )
         for arm in JUDGED:
+            tops = "; ".join(
+                f"{own[f'{name}.gain']:.2f}x" if f"{name}.gain" in own else "-"
+                for name in (ARMS[arm].ceiling, *(() if ARMS[arm].streamed else ("unlimited",)))
+            )
             gain, over = (
                 f"{own[key]:.2f}x ({own[f'{key}_low']:.2f}-{own[f'{key}_high']:.2f})" if key in own else "-"
                 for key in (f"{arm}.gain", f"{arm}.over_paper")
             )
             reached = f"{own[f'{arm}.reached']:.0%}" if f"{arm}.reached" in own else "-"
             added = f"{own[f'{arm}.misses_added']:+.3%} ({own[f'{arm}.misses_added_low']:+.3%} to {own[f'{arm}.misses_added_high']:+.3%})"
-            bar = "" if arm == "paper" else "met" if own[f"{arm}.meets_bar"] else "**missed**"
+            bar = "" if arm not in OURS else "met" if own[f"{arm}.meets_bar"] else "**missed**"
             lines.append(
                 f"| {cell.name}; {own['busy']:.0%} | {tops} | {arm} | {gain} | {over} | {reached} | {added} | {bar} |"
             )
     best = max(
-        ((summary[key], key) for key in summary if key.endswith(("rose.gain", "rose_levers.gain"))),
+        ((summary[key], key) for key in summary if key.endswith(tuple(f".{arm}.gain" for arm in OURS))),
         default=None,
     )
     if best is not None:
         cell, arm = best[1].split(".")[:2]
-        top, most = summary.get(f"{cell}.ceiling.gain"), summary.get(f"{cell}.unlimited.gain")
+        top, most = summary.get(f"{cell}.{ARMS[arm].ceiling}.gain"), summary.get(f"{cell}.unlimited.gain")
         lines += ["", f"Best: {arm} in {cell}, {best[0]:.2f}x. With the harvestable GPUs as its own it would be {top}x, with an engine for every trajectory "
                   f"{most}x: {GOAL}x is {'within' if most and most >= GOAL else 'beyond'} what more engines alone can give there."]  # fmt: skip
     lines += [

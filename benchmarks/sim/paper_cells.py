@@ -99,26 +99,44 @@ class Setting:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
     """What is compared.  ``systems``: each is searched by itself, and the fastest stands for the arm; ``levers``: whether the scheduler's
-    two levers for the tail are searched, and rollout steps stop for production; ``serving``: whether production is there at all."""
+    two levers for the tail are searched; ``serving``: whether production is there at all."""
 
     systems: tuple[str, ...]
     levers: bool = False
     serving: bool = True
     unlimited: bool = False
     """An engine for every trajectory."""
+    streamed: bool = False
+    """Forward and backward of a group begin when it is complete: the user's gain with and without harvesting, so it is in the baseline and the ceiling too."""
+    engine_levers: bool = False
+    """Rollout steps that stop at a layer, chunks of 512 tokens while production stands still, up to four rollout steps for each of production's."""
+    over: str = ""
+    """The arm that its gain is over; empty: it is not judged."""
+    rival: str = ""
+    """That it must be ahead of."""
+    ceiling: str = ""
 
 
+_OWN = ("fixed_sync", "fixed_ours")
 ARMS: dict[str, Arm] = {
-    "fixed": Arm(systems=("fixed_sync", "fixed_ours"), levers=True),
-    "paper": Arm(systems=("paper",)),
-    "rose": Arm(systems=("rose",)),
-    "rose_levers": Arm(systems=("rose",), levers=True),
-    "ceiling": Arm(systems=("fixed_sync", "fixed_ours"), levers=True, serving=False),
-    "unlimited": Arm(systems=("fixed_sync", "fixed_ours"), levers=True, serving=False, unlimited=True),
-}
+    "fixed": Arm(systems=_OWN, levers=True),
+    "paper": Arm(systems=("paper",), over="fixed", ceiling="ceiling"),
+    "rose": Arm(systems=("rose",), over="fixed", rival="paper", ceiling="ceiling"),
+    "ceiling": Arm(systems=_OWN, levers=True, serving=False),
+    "unlimited": Arm(systems=_OWN, levers=True, serving=False, unlimited=True),
+    "fixed_tail": Arm(systems=_OWN, levers=True, streamed=True),
+    "paper_tail": Arm(systems=("paper",), streamed=True, over="fixed_tail", ceiling="ceiling_tail"),
+    "rose_tail": Arm(
+        systems=("rose",), levers=True, streamed=True, engine_levers=True,
+        over="fixed_tail", rival="paper_tail", ceiling="ceiling_tail",
+    ),
+    "ceiling_tail": Arm(systems=_OWN, levers=True, serving=False, streamed=True),
+}  # fmt: skip
 """``fixed_sync``: a trajectory holds a slot, as ROLL limits concurrent rollouts.  ``fixed_ours``: ``rose-scheduler`` on the job's own engines, nothing
 harvested.  The fixed baseline is the faster of the two: what is left to gain is harvesting's alone."""
-JUDGED = ("paper", "rose", "rose_levers")
+JUDGED = tuple(name for name, arm in ARMS.items() if arm.over)
+OURS = tuple(name for name in JUDGED if ARMS[name].rival)
+"""Judged by the bar; the others are what it must be ahead of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,8 +197,8 @@ def scenario_of(cell: Cell, arm: str, setting: Setting, seed: int) -> tuple[Scen
         share = job.keep_low if job.algorithm == "dapo" else 1.0
         dedicated = math.ceil(job.num_groups / share) * job.group_size
     change = {"dedicated": dedicated, "rollout_gpus": setting.tensor_parallel, "serving": serving}
-    if what.levers and arm in JUDGED:
-        change |= {"preempt_s": 0.001, "idle_chunk_tokens": 512}
+    if what.engine_levers:
+        change |= {"preempt_s": 0.001, "idle_chunk_tokens": 512, "round_steps": 4}
     scheduler = base.scheduler.model_copy(
         update={
             "cap_dedicated": setting.cap,
@@ -189,7 +207,9 @@ def scenario_of(cell: Cell, arm: str, setting: Setting, seed: int) -> tuple[Scen
             "tail_fraction": setting.tail_fraction,
         }
     )
-    scenario = base.model_copy(update={"fleet": fleet.model_copy(update=change), "scheduler": scheduler})
+    job = job.model_copy(update={"streamed": what.streamed})
+    changed = {"fleet": fleet.model_copy(update=change), "scheduler": scheduler, "job": job}
+    scenario = base.model_copy(update=changed)
     if not serving:
         scenario = scenario.model_copy(update={"heartbeat_s": 1.0})
     return scenario, setting.system

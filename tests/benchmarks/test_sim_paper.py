@@ -44,14 +44,8 @@ def result(step_s: float | None, late: list[int] | None = None, end_s: float = 3
 
 def rows_of(rose_s: float, late: list[int] | None = None, seeds: tuple[int, ...] = SEEDS) -> Rows:
     """A cell whose ceiling is 1.5x, and ``paper`` a loss."""
-    steps = {
-        "fixed": 300.0,
-        "paper": 330.0,
-        "rose": rose_s,
-        "rose_levers": rose_s,
-        "ceiling": 200.0,
-        "unlimited": 150.0,
-    }
+    plain = {"fixed": 300.0, "paper": 330.0, "rose": rose_s, "ceiling": 200.0}
+    steps = {**plain, "unlimited": 150.0, **{f"{arm}_tail": step_s / 1.2 for arm, step_s in plain.items()}}
     return {
         f"{arm}/{seed}": result(step_s * (1 + 0.01 * seed), late if arm == "rose" else [])
         for arm, step_s in steps.items()
@@ -136,6 +130,23 @@ def test_what_misses_any_part_of_the_bar_misses_it(rose_s: float, late: list[int
     assert not conclude_cell(CELL, rows_of(rose_s, late), SEEDS)["rose.meets_bar"], why
 
 
+def test_the_tail_engine_is_judged_over_a_job_with_streamed_steps_too() -> None:
+    runs = rows_of(210.0)
+    for seed in SEEDS:
+        runs[f"fixed_tail/{seed}"]["step_s"] = 240.0
+        runs[f"ceiling_tail/{seed}"]["step_s"] = 192.0
+        runs[f"rose_tail/{seed}"]["step_s"] = 200.0
+        runs[f"paper_tail/{seed}"]["step_s"] = 250.0
+    found = conclude_cell(CELL, runs, SEEDS)
+
+    assert found["rose_tail.gain"] == pytest.approx(1.2)
+    assert found["ceiling_tail.gain"] == pytest.approx(1.25)
+    assert found["rose_tail.reached"] == pytest.approx(0.8)
+    assert found["rose_tail.over_paper"] == pytest.approx(1.25)
+    assert found["rose_tail.over_plain"] == pytest.approx(1.01 * 1.5, abs=1e-3)
+    assert not found["rose_tail.meets_bar"]
+
+
 def test_misses_are_counted_request_by_request_over_the_window_that_all_arms_have() -> None:
     runs = rows_of(210.0, [1, 2, 23])
     runs["fixed/0"]["late"] = [[2, 20.0], [4, 40.0]]
@@ -161,10 +172,10 @@ def test_only_cells_with_all_seeds_are_concluded_and_the_table_has_a_line_for_ea
     data = {"cells": {CELL.name: {"runs": dict(runs), "settings": {}}}}
     lines = table(conclude(data), {CELL.name: {}})
 
-    assert sum(line.startswith(f"| {CELL.name}") for line in lines) == 3
+    assert sum(line.startswith(f"| {CELL.name}") for line in lines) == 4
     assert any("1.43x (1.43-1.43)" in line and "1.50x; 2.00x" in line and "| met |" in line for line in lines)
     assert any(line.startswith("Best: ") and "beyond" in line for line in lines)
-    del data["cells"][CELL.name]["runs"]["rose/13"]
+    del data["cells"][CELL.name]["runs"][f"rose/{sim_paper.SEEDS[-1]}"]
     assert conclude(data) == {}
 
 
