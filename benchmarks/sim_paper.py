@@ -35,7 +35,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +102,29 @@ def run(
     }  # fmt: skip
 
 
-def search(cell: Cell, arm: str, system: str, step_s: Callable[[Setting], float]) -> tuple[Setting, float]:
+def search(
+    cell: Cell, arm: str, system: str, steps_s: Callable[[list[Setting]], list[float]]
+) -> tuple[Setting, float]:
     """The declared search of one arm with one system.
 
     Args:
-        step_s: Of a setting, the mean over the tuning seeds; infinite where it is out.
+        steps_s: Of each setting, the mean over the tuning seeds; infinite where it is out.
     """
-    best = start_of(cell, arm, system)
+    best, took_s = start_of(cell, arm, system), math.inf
     for name, values in coordinates(cell, arm, system):
-        tried = [moved(best, name, value) for value in values]
+        tried = [best, *(moved(best, name, value) for value in values)]
+        times_s = steps_s(tried)
         # What the search stands on wins a tie.
-        best = min([best, *tried], key=step_s)
-    return best, step_s(best)
+        took_s = min(times_s)
+        best = tried[times_s.index(took_s)]
+    return best, took_s
 
 
 class Book:
     """All that was run so far, kept in a file."""
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self._path, self._end_s = path, time.monotonic() + seconds
+    def __init__(self, path: Path, seconds: float, pool: Executor | None = None) -> None:
+        self._path, self._end_s, self._pool = path, time.monotonic() + seconds, pool
         self.data: dict[str, Any] = {"cells": {}}
         if path.exists():
             document = json.loads(path.read_text())
@@ -136,20 +142,39 @@ class Book:
     def of(self, cell: Cell) -> dict[str, Any]:
         return self.data["cells"].setdefault(cell.name, {"tuning": {}, "settings": {}, "runs": {}})
 
-    def row(self, cell: Cell, where: str, key: str, make: Callable[[], Row]) -> Row:
-        """What is known, or what ``make`` finds now."""
+    def rows(self, cell: Cell, where: str, asked: Mapping[str, tuple[str, Setting, int]]) -> list[Row]:
+        """What is known, or is run now; of the search without what nothing is judged on.
+
+        Args:
+            asked: By key: arm, setting, seed.
+        """
         rows = self.of(cell)[where]
-        if key not in rows:
-            if time.monotonic() > self._end_s:
-                raise TimeoutError
-            rows[key] = make()
-            print(
-                f"{cell.name} {key}: {rows[key]['step_s']} s a step, {rows[key]['cpu_s']} s of CPU",
-                flush=True,
-            )
+        missing = {key: what for key, what in asked.items() if key not in rows}
+        for key, row in self._run(cell, missing):
+            rows[key] = row if where == "runs" else without_late(row)
+            print(f"{cell.name} {key}: {row['step_s']} s a step, {row['cpu_s']} s of CPU", flush=True)
             if time.monotonic() - self._saved_s > 30:
                 self.save()
-        return rows[key]
+        return [rows[key] for key in asked]
+
+    def _run(self, cell: Cell, missing: Mapping[str, tuple[str, Setting, int]]) -> Iterator[tuple[str, Row]]:
+        if self._pool is None:
+            for key, what in missing.items():
+                self._in_time()
+                yield key, run(cell, *what)
+            return
+        begun = {self._pool.submit(run, cell, *what): key for key, what in missing.items()}
+        try:
+            for future in as_completed(begun):
+                yield begun[future], future.result()
+                self._in_time()
+        finally:
+            for future in begun:
+                future.cancel()
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise TimeoutError
 
     def save(self) -> None:
         document = {
@@ -173,35 +198,34 @@ def run_cell(book: Book, cell: Cell) -> None:
         if arm in settings:
             continue
 
-        def step_s(setting: Setting, arm: str = arm) -> float:
-            found = []
-            for seed in TUNING_SEEDS:
-                key = f"{arm}/{setting.key}/{seed}"
-                row = book.row(
-                    cell, "tuning", key, lambda seed=seed: without_late(run(cell, arm, setting, seed))
-                )
-                if row["step_s"] is None:
-                    return math.inf
-                found.append(row["step_s"])
-            return statistics.fmean(found)
+        def steps_s(tried: list[Setting], arm: str = arm) -> list[float]:
+            asked = {
+                f"{arm}/{setting.key}/{seed}": (arm, setting, seed)
+                for setting in tried
+                for seed in TUNING_SEEDS
+            }
+            found = dict(zip(asked, book.rows(cell, "tuning", asked), strict=True))
+            return [
+                mean_step_s([found[f"{arm}/{setting.key}/{seed}"] for seed in TUNING_SEEDS])
+                for setting in tried
+            ]
 
         best, took_s = min(
-            (search(cell, arm, system, step_s) for system in what.systems), key=lambda pair: pair[1]
+            (search(cell, arm, system, steps_s) for system in what.systems), key=lambda pair: pair[1]
         )
         if math.isinf(took_s):
             print(f"{cell.name} {arm}: no setting ends")
         settings[arm] = {name: getattr(best, name) for name in Setting.__dataclass_fields__}
         book.save()
-    for seed in SEEDS:
-        for arm in ARMS:
-            setting = Setting(**settings[arm])
-            book.row(
-                cell,
-                "runs",
-                f"{arm}/{seed}",
-                lambda arm=arm, setting=setting, seed=seed: run(cell, arm, setting, seed),
-            )
+    asked = {f"{arm}/{seed}": (arm, Setting(**settings[arm]), seed) for seed in SEEDS for arm in ARMS}
+    book.rows(cell, "runs", asked)
     book.save()
+
+
+def mean_step_s(rows: list[Row]) -> float:
+    """Of both seeds of a setting; infinite where the steps of one do not end."""
+    steps_s = [row["step_s"] for row in rows]
+    return math.inf if None in steps_s else statistics.fmean(steps_s)
 
 
 def without_late(row: Row) -> Row:
@@ -352,6 +376,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
     )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--cost", action="store_true", help="one run of each arm, and what the whole takes")
     args = parser.parse_args()
     cells = tuple(cell for cell in CELLS if not args.only or cell.name in args.only)
@@ -366,14 +391,15 @@ def main() -> None:
             f"production is not fitted for {lacking}: put what benchmarks/sim/paper_production.py prints into "
             "PRODUCTION of benchmarks/sim/paper_cells.py, and commit it first"
         )
-    book = Book(args.json, args.seconds)
-    try:
-        for cell in cells:
-            run_cell(book, cell)
-    except TimeoutError:
-        print("time is up: start it again to go on")
-    finally:
-        book.save()
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        book = Book(args.json, args.seconds, pool)
+        try:
+            for cell in cells:
+                run_cell(book, cell)
+        except TimeoutError:
+            print("time is up: start it again to go on")
+        finally:
+            book.save()
     settings = {name: own["settings"] for name, own in book.data["cells"].items()}
     print("\n".join(table(conclude(book.data), settings)))
 

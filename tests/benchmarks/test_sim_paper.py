@@ -96,18 +96,18 @@ def test_the_dedicated_engines_of_a_wide_search_still_use_all_gpus(cell: Cell) -
 def test_the_search_goes_along_each_coordinate_once_and_keeps_the_best() -> None:
     asked: list[Setting] = []
 
-    def step_s(setting: Setting) -> float:
-        asked.append(setting)
-        return abs(setting.tensor_parallel - 4) + abs(setting.cap - 64) + 100.0
+    def steps_s(tried: list[Setting]) -> list[float]:
+        asked.extend(tried)
+        return [abs(setting.tensor_parallel - 4) + abs(setting.cap - 64) + 100.0 for setting in tried]
 
-    best, took_s = search(CELL, "fixed", "fixed_sync", step_s)
+    best, took_s = search(CELL, "fixed", "fixed_sync", steps_s)
 
     assert (best.tensor_parallel, best.cap, took_s) == (4, 64, 100.0)
     assert len({setting.key for setting in asked}) == len(TENSOR_PARALLEL["8b"]) + len(CAPS) - 1
 
 
 def test_a_tie_leaves_what_was_there() -> None:
-    best, _ = search(CELL, "rose", "rose", lambda setting: 1.0)
+    best, _ = search(CELL, "rose", "rose", lambda tried: [1.0] * len(tried))
     assert best == start_of(CELL, "rose", "rose")
 
 
