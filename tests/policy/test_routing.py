@@ -130,6 +130,24 @@ def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns_while_the_job_
     assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
 
 
+@pytest.mark.parametrize(("here_s", "goes"), [(0.016, True), (0.014, False)])
+def test_a_move_home_pays_for_the_rest_only_where_the_machine_is_faster(here_s: float, goes: bool) -> None:
+    params = CostParams(horizon_turns=2.0, home_horizon_turns=16.0, home_speedup=1.5, hysteresis=0.0)
+    policy = CostPolicy(rng=random.Random(0), params=params)
+    # To read its context again takes 0.8 s; a turn of 60 tokens is 0.24 to 0.36 s quicker there.
+    here, there = worker("here", tier=Tier.HARVESTED), worker("there")
+    here.speed.token_s, there.speed.token_s = here_s, 0.010
+    candidate = turn(
+        num_prompt_tokens=8000,
+        resident_tokens=8000,
+        expected_tokens=60,
+        affine=here,
+        remaining_tokens=960.0,
+        drains=True,
+    )
+    assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
+
+
 @pytest.mark.parametrize(("elsewhere", "home"), [(15, "fast"), (16, "slow")])
 def test_cost_looks_further_ahead_while_dedicated_slots_are_left_for_every_turn(
     elsewhere: int, home: str
