@@ -244,6 +244,10 @@ class WorkerTable:
     def set_tier(self, tier: str, speed: Speed) -> None:
         self.tier_speed[_TIERS[tier]] = speed.coefficients()
 
+    def home_speedup(self, tier: str) -> float:
+        """How many times faster dedicated workers at large make a token, with nobody beside it, than those of ``tier``."""
+        return float(self.tier_speed[_TIERS[tier], 0] / self.tier_speed[_TIERS["dedicated"], 0])
+
     def is_roomy(self) -> bool:
         """Could the dedicated workers take, in free slots, all turns that run on others, and one more?"""
         count = len(self.workers)

@@ -84,8 +84,8 @@ class CostParams:
     """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
     home_horizon_turns: float = 16.0
     """The same for a move from a worker that can be taken back to a dedicated one, while the job drains: it lasts, and the load there only falls."""
-    home_speedup: float = 1.5
-    """A move home pays for that long only to a worker that makes a token so many times faster: what lasts is the machine, and not a burst of production."""
+    home_speedup: float = 2.0
+    """A move home pays for that long only where dedicated workers at large make a token so many times faster: what lasts is the machine, and not a burst of production."""
     own_while_roomy: bool = False
     """Place on dedicated workers alone while they have slots for every turn that runs."""
     floor_s: float = 0.02
@@ -223,13 +223,11 @@ class CostPolicy:
             and affine is not None
             and affine.tier is not Tier.DEDICATED
             and turn.remaining_tokens is not None
+            and eligible.table.home_speedup(affine.tier.value) >= params.home_speedup
         ):
             home = max(stay, min(params.home_horizon_turns, turn.remaining_tokens / turn.expected_tokens))
             if home > stay:
-                faster = eligible.column("dedicated") & (
-                    token_s * params.home_speedup <= affine.speed.token_s
-                )
-                fresh_s -= faster * read_s * (again / stay - again / home)
+                fresh_s -= eligible.column("dedicated") * read_s * (again / stay - again / home)
         for worker, num_tokens in turn.cached:
             if worker in eligible:
                 at = eligible.index_of(worker)

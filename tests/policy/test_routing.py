@@ -20,6 +20,7 @@ from rose.policy.routing import (
     StickyLeastLoadedPolicy,
     make_policy,
 )
+from rose.policy.speed import Speed
 from rose.policy.worker import Health, Tier, Worker
 from tests.policy import reference
 
@@ -114,7 +115,8 @@ def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns_while_the_job_
     tier: Tier, drains: bool, goes: bool
 ) -> None:
     policy = CostPolicy(
-        rng=random.Random(0), params=CostParams(horizon_turns=2.0, home_horizon_turns=8.0, hysteresis=0.0)
+        rng=random.Random(0),
+        params=CostParams(horizon_turns=2.0, home_horizon_turns=8.0, home_speedup=1.0, hysteresis=0.0),
     )
     # To read its context again takes 0.8 s; a turn of 60 tokens is 0.3 s quicker there.
     here, there = worker("here", tier=Tier.HARVESTED), worker("there", tier=tier)
@@ -130,13 +132,18 @@ def test_cost_shares_a_move_to_a_dedicated_worker_over_more_turns_while_the_job_
     assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
 
 
-@pytest.mark.parametrize(("here_s", "goes"), [(0.016, True), (0.014, False)])
-def test_a_move_home_pays_for_the_rest_only_where_the_machine_is_faster(here_s: float, goes: bool) -> None:
-    params = CostParams(horizon_turns=2.0, home_horizon_turns=16.0, home_speedup=1.5, hysteresis=0.0)
+@pytest.mark.parametrize(("tier_s", "goes"), [(0.021, True), (0.019, False)])
+def test_a_move_home_pays_for_the_rest_only_where_dedicated_workers_at_large_are_faster(
+    tier_s: float, goes: bool
+) -> None:
+    params = CostParams(horizon_turns=2.0, home_horizon_turns=16.0, home_speedup=2.0, hysteresis=0.0)
     policy = CostPolicy(rng=random.Random(0), params=params)
-    # To read its context again takes 0.8 s; a turn of 60 tokens is 0.24 to 0.36 s quicker there.
+    # To read its context again takes 0.8 s; a turn of 60 tokens is 0.3 s quicker there, by what was learned of these two.
     here, there = worker("here", tier=Tier.HARVESTED), worker("there")
-    here.speed.token_s, there.speed.token_s = here_s, 0.010
+    here.speed.token_s, there.speed.token_s = 0.015, 0.010
+    both = Eligible.of([here, there])
+    both.table.set_tier("harvested", Speed(token_s=tier_s))
+    both.table.set_tier("dedicated", Speed(token_s=0.010))
     candidate = turn(
         num_prompt_tokens=8000,
         resident_tokens=8000,
@@ -145,7 +152,7 @@ def test_a_move_home_pays_for_the_rest_only_where_the_machine_is_faster(here_s: 
         remaining_tokens=960.0,
         drains=True,
     )
-    assert (policy.choose(candidate, Eligible.of([here, there])) is there) is goes
+    assert (policy.choose(candidate, both) is there) is goes
 
 
 @pytest.mark.parametrize(("elsewhere", "home"), [(15, "fast"), (16, "slow")])
