@@ -35,15 +35,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.lib.pool import NUM_CORES, each_result, processes  # noqa: E402
 from benchmarks.lib.report import machine  # noqa: E402
 from benchmarks.sim.paper_cells import (  # noqa: E402
     ARMS,
@@ -150,31 +151,14 @@ class Book:
         """
         rows = self.of(cell)[where]
         missing = {key: what for key, what in asked.items() if key not in rows}
-        for key, row in self._run(cell, missing):
+        for key, row in each_result(
+            self._pool, {key: (run, cell, *what) for key, what in missing.items()}, self._end_s
+        ):
             rows[key] = row if where == "runs" else without_late(row)
             print(f"{cell.name} {key}: {row['step_s']} s a step, {row['cpu_s']} s of CPU", flush=True)
             if time.monotonic() - self._saved_s > 30:
                 self.save()
         return [rows[key] for key in asked]
-
-    def _run(self, cell: Cell, missing: Mapping[str, tuple[str, Setting, int]]) -> Iterator[tuple[str, Row]]:
-        if self._pool is None:
-            for key, what in missing.items():
-                self._in_time()
-                yield key, run(cell, *what)
-            return
-        begun = {self._pool.submit(run, cell, *what): key for key, what in missing.items()}
-        try:
-            for future in as_completed(begun):
-                yield begun[future], future.result()
-                self._in_time()
-        finally:
-            for future in begun:
-                future.cancel()
-
-    def _in_time(self) -> None:
-        if time.monotonic() > self._end_s:
-            raise TimeoutError
 
     def save(self) -> None:
         document = {
@@ -376,7 +360,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--jobs", type=int, default=NUM_CORES, help="processes")
     parser.add_argument("--cost", action="store_true", help="one run of each arm, and what the whole takes")
     args = parser.parse_args()
     cells = tuple(cell for cell in CELLS if not args.only or cell.name in args.only)
@@ -391,7 +375,7 @@ def main() -> None:
             f"production is not fitted for {lacking}: put what benchmarks/sim/paper_production.py prints into "
             "PRODUCTION of benchmarks/sim/paper_cells.py, and commit it first"
         )
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+    with processes(args.jobs) or nullcontext() as pool:
         book = Book(args.json, args.seconds, pool)
         try:
             for cell in cells:

@@ -30,19 +30,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.lib.pool import NUM_CORES, each_result, processes  # noqa: E402
 from benchmarks.lib.report import Report, write  # noqa: E402
 from benchmarks.scheduling.fluid_world import World  # noqa: E402
 from benchmarks.scheduling.policies import CHURN_PER_MIN, WORKLOADS, fleet_params  # noqa: E402
@@ -160,38 +159,32 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="begin nothing after this long; start again to go on"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--jobs", type=int, default=NUM_CORES, help="processes")
     args = parser.parse_args()
     judged = json.loads(args.settings.read_text())["details"]["cells"]
     rows: Rows = {}
     if args.json.exists():
         rows = json.loads(args.json.read_text())["details"]["rows"]
     report, began_s = Report("draining"), time.monotonic()
-    asked: list[tuple[str, int]] = [
-        (case, seed)
-        for seed in SEEDS
-        for case in (*JUDGED, *(f"equal.{size}" for size in EQUAL), "loads")
-        if str(seed) not in rows.get(case, {})
-    ]
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        begun: dict[Future[dict[str, float]], tuple[str, int]] = {}
-        for case, seed in asked:
+    asked: dict[tuple[str, int], tuple[Any, ...]] = {}
+    for seed in SEEDS:
+        for case in (*JUDGED, *(f"equal.{size}" for size in EQUAL), "loads"):
+            if str(seed) in rows.get(case, {}):
+                continue
             if case == "loads":
-                future = pool.submit(run_loads, seed)
+                asked[case, seed] = run_loads, seed
             elif case.startswith("equal."):
-                future = pool.submit(run_equal, int(case.removeprefix("equal.")), seed)
+                asked[case, seed] = run_equal, int(case.removeprefix("equal.")), seed
             else:
-                future = pool.submit(run_cell, case, seed, Setting(**judged[case]["settings"]["rose"]))
-            begun[future] = (case, seed)
-        for number, future in enumerate(as_completed(begun)):
-            case, seed = begun[future]
-            if not future.cancelled():
-                rows.setdefault(case, {})[str(seed)] = future.result()
+                asked[case, seed] = run_cell, case, seed, Setting(**judged[case]["settings"]["rose"])
+    with processes(args.jobs) or nullcontext() as pool:
+        try:
+            for number, ((case, seed), row) in enumerate(each_result(pool, asked, began_s + args.seconds)):
+                rows.setdefault(case, {})[str(seed)] = row
                 write(args.json, "draining", conclude(rows), {"settings": args.settings.name, "rows": rows})
-                report.progress(f"{case}, seed {seed}", number, len(begun))
-            if time.monotonic() - began_s > args.seconds:
-                for other in begun:
-                    other.cancel()
+                report.progress(f"{case}, seed {seed}", number, len(asked))
+        except TimeoutError:
+            print("time is up: start it again to go on")
     report.table(("key", "value"), conclude(rows).items(), title="draining")
 
 

@@ -40,12 +40,14 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.lib.pool import NUM_CORES, each_result, processes  # noqa: E402
 from benchmarks.lib.report import Report, write  # noqa: E402
 from benchmarks.sim.paper_cells import CELLS, MOST_ADDED, Cell, Setting, arrivals_of, scenario_of  # noqa: E402
 from rose.errors import ConfigError  # noqa: E402
@@ -237,6 +239,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
     )
+    parser.add_argument("--jobs", type=int, default=NUM_CORES, help="processes")
     args = parser.parse_args()
     report = Report("levers")
     try:
@@ -251,25 +254,24 @@ def main() -> int:
         time.monotonic() + args.seconds,
         [c for c in CELLS if c.name in (args.cell or names) and c.name in settings],
     )
-    todo = [
-        (c, s, lever, seed)
+    asked = {
+        (c.name, f"{s}/{lever}/{seed}"): (run, c, s, settings[c.name][s], lever, seed)
         for c in cells
         for seed in SEEDS
         for lever in levers_of(c)
         for s in SYSTEMS
         if key_of(s, lever) == f"{s}/{lever}"
-    ]
-    for number, (cell, system, lever, seed) in enumerate(todo, 1):
-        rows = data.setdefault(cell.name, {})
-        key = f"{system}/{lever}/{seed}"
-        if key not in rows:
-            if time.monotonic() > end_s:
-                print("time is up: start it again to go on")
-                break
-            rows[key] = run(cell, system, settings[cell.name][system], lever, seed)
-            report.progress("runs", number, len(todo))
-            if number % 20 == 0:
-                write(args.json, report.name, conclude(data), {"cells": data})
+    }
+    asked = {key: what for key, what in asked.items() if key[1] not in data.get(key[0], {})}
+    with processes(args.jobs) or nullcontext() as pool:
+        try:
+            for number, ((name, key), row) in enumerate(each_result(pool, asked, end_s), 1):
+                data.setdefault(name, {})[key] = row
+                report.progress("runs", number, len(asked))
+                if number % 20 == 0:
+                    write(args.json, report.name, conclude(data), {"cells": data})
+        except TimeoutError:
+            print("time is up: start it again to go on")
     report.finish(conclude(data), {"cells": data}, args.json)
     return 0
 
