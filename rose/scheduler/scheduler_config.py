@@ -210,8 +210,9 @@ class CostConfig(Section):
     roomy_horizon_turns: float = Field(default=CostParams().roomy_horizon_turns, ge=1, le=64)
     """The same while dedicated workers have slots for every turn that runs."""
     home_horizon_turns: float = Field(default=CostParams().home_horizon_turns, ge=1, le=64)
+    """The same for a move from a harvested worker to a dedicated one, while the job begins no new trajectories."""
     home_speedup: float = Field(default=CostParams().home_speedup, ge=1, le=100)
-    """The same for a move from a harvested worker to a dedicated one."""
+    """And only where dedicated workers at large make a token so many times faster than harvested ones."""
     own_while_roomy: bool = CostParams().own_while_roomy
     """While they have, place on them alone."""
 
