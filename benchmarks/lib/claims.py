@@ -306,8 +306,11 @@ CLAIMS = (
         keys=("growth_share",), form="{:.1f}%", bar=(0, "<=", 0.02), every=True,
     ),
     Claim(
-        text="simulator, exact mode: CPU time of one hour of 256 serving and 64 dedicated devices", benchmark="sim",
-        keys=("exact.cpu_s",), form="{:.0f} s", bar=(0, "<=", 300.0),
+        text="simulator, exact mode: CPU time of one hour of 256 serving and 64 dedicated devices (limit 300 s until 2026-11-29)", benchmark="sim",
+        keys=("exact.cpu_s",), form="{:.0f} s", bar=(0, "<=", 180.0),
+    ),
+    Claim(
+        text="the same, compiled (`make compiled`)", benchmark="sim", keys=("exact_compiled.cpu_s",), form="{:.0f} s", bar=(0, "<=", 180.0),
     ),
     Claim(
         text="simulated, a quarter of the paper's GRPO 8B setting, 14 seeds: limits missed that ROSE adds, of the requests answered in each run's own time (counted so then, and before attention was; the cells below compare the same requests)",

@@ -4,7 +4,8 @@
     python benchmarks/sim/sim.py --quick                         # about a minute: two minutes of the hour, shorter cells
     python benchmarks/sim/sim.py --part exact --json sim.json    # one part; the others keep their figures in the file
 
-``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 5 minutes, 4 GB, one core).
+``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 3 minutes of CPU since 2026-11-29, 5 before; 4 GB, one core), by the Python sources;
+``exact_compiled``: the same by the build of ``make compiled``, where there is one.
 ``fleet``: 4,096 and 1,024 engines, 24 hours (limit: 10 minutes).  ``error``: fleet mode against an exact run of 64 engines.
 ``repeat``: ten runs of one seed, in ten interpreters.  Times are of this process's CPU, so a busy machine changes them little.
 """
@@ -32,28 +33,53 @@ from rose.sim.scenario_file import load_scenario  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
 
 SCENARIOS = ROOT / "examples" / "scenarios"
-PARTS = ("repeat", "error", "fleet", "exact")
+PARTS = ("repeat", "error", "fleet", "exact", "exact_compiled")
 CELL_SEED, TRUTH_SEED = 17, 99
 ERROR_LOADS = (0.3, 0.7)
 """Requests per second and engine at which fleet mode is compared with 64 engines."""
 
 
 def exact(report: Report, quick: bool) -> dict[str, Any]:
+    return in_an_interpreter("exact", "0", quick)
+
+
+def exact_compiled(report: Report, quick: bool) -> dict[str, Any]:
+    """Nothing where there is no build that fits."""
+    if not (ROOT / "rose" / "_compiled").exists():
+        print("exact_compiled: left out, for there is no build (make compiled)")
+        return {}
+    return in_an_interpreter("exact_compiled", "1", quick)
+
+
+def in_an_interpreter(part: str, compiled: str, quick: bool) -> dict[str, Any]:
+    """The hour in a process of its own, whose policies are the Python sources (``0``) or the build (``1``)."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--hour", *(["--quick"] if quick else [])],
+        env={**os.environ, "ROSE_COMPILED": compiled},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {f"{part}.{name}": value for name, value in json.loads(done.stdout).items()}
+
+
+def hour(quick: bool) -> dict[str, Any]:
+    report = Report("sim")
     changes = ["duration_s=120.0"] if quick else []
     scenario = load_scenario(SCENARIOS / "exact_scale.toml", changes)
     began = time.monotonic()
     run = simulate(
-        scenario, "rose_async", progress=lambda share: report.progress("exact", int(share * 100), 100)
+        scenario, "rose_async", progress=lambda share: report.progress("the hour", int(share * 100), 100)
     )
     return {
-        "exact.simulated_s": run.duration_s,
-        "exact.cpu_s": round(run.cpu_s, 1),
-        "exact.wall_s": round(time.monotonic() - began, 1),
-        "exact.peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
-        "exact.turns": run.counters.turns,
-        "exact.requests": len(run.ttft_s),
-        "exact.engine_steps": run.num_steps,
-        "exact.events": run.num_events,
+        "simulated_s": run.duration_s,
+        "cpu_s": round(run.cpu_s, 1),
+        "wall_s": round(time.monotonic() - began, 1),
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "turns": run.counters.turns,
+        "requests": len(run.ttft_s),
+        "engine_steps": run.num_steps,
+        "events": run.num_events,
     }
 
 
@@ -140,12 +166,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--hour", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.hour:
+        print(json.dumps(hour(args.quick)))
+        return
     report = Report("sim")
     summary: dict[str, Any] = {}
     if args.json is not None and args.json.exists() and args.part:
         summary = json.loads(args.json.read_text())["summary"]
-    makers = {"exact": exact, "fleet": fleet, "error": error, "repeat": repeat}
+    makers = {
+        "exact": exact,
+        "exact_compiled": exact_compiled,
+        "fleet": fleet,
+        "error": error,
+        "repeat": repeat,
+    }
     for part in PARTS:
         if not args.part or part in args.part:
             summary = {key: value for key, value in summary.items() if not key.startswith(f"{part}.")}
