@@ -74,6 +74,14 @@ class Permit:
         delay = node.delay_pct / 100 if 0 < node.delay_pct <= 100 else 1.0
         serialise = bool(node.serialise) or self.must_serialise
         self.may_stop = bool(node.stop_at_layers and node.has_serving and serialise)
+        reserve_s = min(max(0, node.reserve_pct), 100) * max(0, node.slo_ttft_ns) / 100 / NS_PER_S
         params = self.params
-        if (rule, serialise, delay) != (params.rule, params.serialise, params.delay):
-            self.params = replace(params, rule=rule, serialise=serialise, delay=delay)
+        if (rule, serialise, delay, reserve_s) != (
+            params.rule,
+            params.serialise,
+            params.delay,
+            params.first_token_reserve_s,
+        ):
+            self.params = replace(
+                params, rule=rule, serialise=serialise, delay=delay, first_token_reserve_s=reserve_s
+            )

@@ -50,6 +50,7 @@ def _on(
     lend: int = WHOLE,
     serialise: bool = False,
     stop_at_layers: bool = False,
+    first_token_reserve: float = 0.0,
 ) -> dict[str, Any]:
     return {
         "mode": "on",
@@ -59,6 +60,7 @@ def _on(
         "max_lend_pages": lend,
         "serialise": serialise,
         "stop_at_layers": stop_at_layers,
+        "first_token_reserve": first_token_reserve,
         "rl_step": policy == "paper",
     }
 
@@ -104,11 +106,16 @@ ARMS: dict[str, Arm] = {
             label="ours, serialised, steps stop at layers for a prompt",
             settings=_on("rose", "slack", "normal", serialise=True, stop_at_layers=True),
         ),
+        Arm(
+            name="rose_serial_reserve",
+            label="ours, serialised, a fifth of the first-token limit left",
+            settings=_on("rose", "slack", "normal", serialise=True, first_token_reserve=0.2),
+        ),
     )
 }
 SOLO_ARM = Arm(name=SOLO, label="rollouts alone on the core", settings=_on("static", "free", "normal", WHOLE))
-USUAL_ARMS = tuple(name for name in ARMS if name != "rose_serial_layers")
-"""What is measured when nobody says: the other is asked by a workload of its own (docs/gpu.md)."""
+USUAL_ARMS = tuple(name for name in ARMS if name not in ("rose_serial_layers", "rose_serial_reserve"))
+"""What is measured when nobody says; the others answer one question each."""
 QUICK_ARMS = (ALONE_1, ALONE_2, "naive", "paper", "rose")
 
 

@@ -445,6 +445,7 @@ class NodeAgent(Node):
         rule: Rule | None = None,
         serialise: bool | None = None,
         stop_at_layers: bool | None = None,
+        first_token_reserve: float | None = None,
         rl_step: bool = False,
     ) -> None:
         """Apply an operator's wish at once.
@@ -493,6 +494,8 @@ class NodeAgent(Node):
         self.slo_tpot_ms = self.slo_tpot_ms if slo_tpot_ms is None else slo_tpot_ms
         self.rule = self.rule if rule is None else rule
         self.serialise, self.stop_at_layers = turns, stops
+        if first_token_reserve is not None:
+            self.first_token_reserve = first_token_reserve
         if policy is not None and policy != self.policy_name:
             before, self.policy_name = self.policy, policy
             self.policy = make_lending(policy, self.config.lending.params())

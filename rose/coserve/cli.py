@@ -224,6 +224,10 @@ def set_(
             help="Where steps take turns: a rollout step waits between two layers for a prompt of production.",
         ),
     ] = None,
+    first_token_reserve: Annotated[
+        float | None,
+        typer.Option(help="Share of production's limit for a first token that rollout steps leave unspent."),
+    ] = None,
     sched: Annotated[str | None, typer.Option(help="The engine's class: normal or idle.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -238,6 +242,7 @@ def set_(
         "rule": rule,
         "serialise": serialise,
         "stop_at_layers": stop_at_layers,
+        "first_token_reserve": first_token_reserve,
         "sched": sched,
     }
     given = {name: value for name, value in given.items() if value is not None}

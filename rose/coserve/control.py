@@ -4,7 +4,7 @@ Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JS
 
 ``GET /status``
     What is in force.
-``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?, policy?, rule?, serialise?, stop_at_layers?, sched?, rl_step?}``
+``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?, policy?, rule?, serialise?, stop_at_layers?, first_token_reserve?, sched?, rl_step?}``
     Change it now; answers the status.  ``engine`` false stops the engine's process, true starts it again.
     ``rl_step`` says that an RL step begins (a node with a relay knows by itself).
 ``POST /off {wait_s?, engine?}``
@@ -37,7 +37,7 @@ from rose.coserve.record_layout import MODE
 from rose.coserve.records import Mode
 from rose.errors import ConfigError, RequestError, RoseError, TooLarge
 from rose.node_client import by_descriptor
-from rose.policy.admission import Rule
+from rose.policy.admission import MOST_RESERVE, Rule
 from rose.private_dir import private_dir
 from rose.wire.errors import error_body
 
@@ -62,6 +62,7 @@ class SetBody(Section):
     rule: Literal["slack", "paper", "free"] | None = None
     serialise: bool | None = None
     stop_at_layers: bool | None = None
+    first_token_reserve: float | None = Field(default=None, ge=0, le=MOST_RESERVE)
     sched: Literal["normal", "idle"] | None = None
     rl_step: bool = False
 
@@ -101,6 +102,7 @@ class Agent(Protocol):
         rule: Rule | None = None,
         serialise: bool | None = None,
         stop_at_layers: bool | None = None,
+        first_token_reserve: float | None = None,
         rl_step: bool = False,
     ) -> None: ...
 
@@ -221,6 +223,7 @@ class ControlServer:
             rule=None if body.rule is None else Rule[body.rule.upper()],
             serialise=body.serialise,
             stop_at_layers=body.stop_at_layers,
+            first_token_reserve=body.first_token_reserve,
             rl_step=body.rl_step,
         )
         if body.sched is not None:

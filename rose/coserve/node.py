@@ -41,6 +41,7 @@ class Node:
         gate = config.gate.params()
         self.rule, self.serialise = gate.rule, gate.serialise
         self.stop_at_layers = config.gate.stop_at_layers
+        self.first_token_reserve = config.gate.first_token_reserve
         if problem := self.no_stops(self.serialise, self.stop_at_layers):
             raise ConfigError(problem, field="gate.stop_at_layers", fix="gate.serialise = true")
         serving = config.serving

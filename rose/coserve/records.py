@@ -57,6 +57,8 @@ class NodeState:
     """1: a rollout step under way waits between two layers while production owes a first token (:mod:`rose.policy.coserving.stops`)."""
     max_loss_ppm: int = 0
     """``LendingParams.max_hit_rate_loss`` in millionths: what a loan may cost production's prefix cache; 0 or all: whatever it costs."""
+    reserve_pct: int = 0
+    """Of ``slo_ttft_ns``, in hundredths, what rollout steps leave unspent (``AdmissionParams.first_token_reserve_s``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

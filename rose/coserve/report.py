@@ -93,7 +93,12 @@ def status(node: Node) -> dict[str, Any]:
             "policy": node.policy_name,
             "rule": node.rule.name.lower()
             + (", serialised" if node.serialise else "")
-            + (", stops at layers" if node.stop_at_layers else ""),
+            + (", stops at layers" if node.stop_at_layers else "")
+            + (
+                f", leaves {node.first_token_reserve:.0%} of the first-token limit"
+                if node.first_token_reserve
+                else ""
+            ),
             **_lending(node.policy),
             "reason": _reason(node),
         },

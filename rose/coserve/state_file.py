@@ -10,7 +10,7 @@ from rose.coserve.device import age_s
 from rose.coserve.node import Node
 from rose.coserve.records import Mode, NodeState
 from rose.errors import LedgerError
-from rose.policy.admission import Rule
+from rose.policy.admission import MOST_RESERVE, Rule
 from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.lending_policy import LendingPolicy
 from rose.units import NS_PER_S
@@ -47,6 +47,7 @@ def take_over(node: Node) -> bool:
         )
     node.mode, node.rule, node.serialise = mode, rule, bool(last.serialise)
     node.stop_at_layers = bool(last.stop_at_layers)
+    node.first_token_reserve = min(MOST_RESERVE, max(0, last.reserve_pct) / 100)
     node.max_lend_pages = max(0, last.max_lend_pages)
     if policy != node.policy_name:
         node.policy_name, node.policy = policy, make_lending(policy, node.config.lending.params())
@@ -112,6 +113,7 @@ class StateFile:
             max_lend_pages=node.max_lend_pages,
             delay_pct=round(100 * node.engine.delay),
             stop_at_layers=int(node.stop_at_layers),
+            reserve_pct=round(100 * node.first_token_reserve),
             max_loss_ppm=max(1, round(1e6 * policy.params.max_hit_rate_loss))
             if isinstance(policy, LendingPolicy)
             else 0,

@@ -28,6 +28,9 @@ from rose.errors import ConfigError
 UNLIMITED_TOKENS = 1 << 30
 """The budget when serving has nothing to do."""
 
+MOST_RESERVE = 0.95
+"""Of a first token's limit, the most that can be kept from rollouts."""
+
 _FORGET = 0.998
 """Weight of the past at each observation: about the last 500 steps count."""
 _MAX_VARIANCE = 1e6
@@ -234,6 +237,9 @@ class AdmissionParams:
     """Start no step while serving runs one: for a device that cannot preempt a kernel."""
     guard_s: float = 0.003
     """For requests that are still in serving's front end, and for the time to notice anything."""
+    first_token_reserve_s: float = 0.0
+    """Of a first token's slack, what rollouts leave with the rule ``SLACK``: requests that arrive behind this one, in a burst, wait for
+    all that was spent before they came, and each of them has less of its own."""
     delay: float = 1.0
     """How long serving waits for each second of a rollout step that is under way when it wants the device: 1 where
     nothing preempts the step, less where the device's own scheduler does."""
@@ -251,6 +257,10 @@ class AdmissionParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.guard_s < math.inf:
             raise ConfigError(f"{self.guard_s} is not a number of seconds", field="guard_s")
+        if not 0.0 <= self.first_token_reserve_s < math.inf:
+            raise ConfigError(
+                f"{self.first_token_reserve_s} is not a number of seconds", field="first_token_reserve_s"
+            )
         if not 0.0 < self.delay <= 1.0:
             raise ConfigError(f"{self.delay} is not above 0 and at most 1", field="delay")
         if not 1.0 <= self.interference < math.inf:
@@ -279,7 +289,11 @@ class Admission:
 
 
 def slack(
-    now_s: float, board: BoardView, guard_s: float, serving_model: StepModel | None = None
+    now_s: float,
+    board: BoardView,
+    guard_s: float,
+    serving_model: StepModel | None = None,
+    first_token_reserve_s: float = 0.0,
 ) -> tuple[float, str]:
     """Seconds that serving can spare, and which deadline says so; ``inf`` where there is none."""
     best, which = math.inf, "no deadline"
@@ -287,7 +301,7 @@ def slack(
         work_s = serving_model.predict(board.waiting_tokens) if serving_model else 0.0
         # The running step cannot take the waiting prompt in any more.
         free_s = max(now_s, board.step_started_s + board.step_s) if board.busy else now_s
-        best, which = board.ttft_deadline_s - work_s - free_s - guard_s, "TTFT"
+        best, which = board.ttft_deadline_s - work_s - free_s - guard_s - first_token_reserve_s, "TTFT"
     if board.tpot_deadline_s is not None:
         work_s = serving_model.predict(num_decodes=board.running) if serving_model else 0.0
         # The running step brings the next tokens: what counts is when it started, or, once it takes
@@ -345,7 +359,8 @@ def admit(
     if params.serialise and board.busy:
         wake_at_s = now_s + params.recheck_s
         return Admission(token_budget=0, wake_at_s=wake_at_s, reason="a serving step runs")
-    slack_s, which = slack(now_s, board, params.guard_s, serving_model)
+    reserve_s = params.first_token_reserve_s if params.rule is Rule.SLACK else 0.0
+    slack_s, which = slack(now_s, board, params.guard_s, serving_model, reserve_s)
     chunk = demand.num_decodes + params.max_prefill_tokens
     if slack_s == math.inf:
         # Requests without a deadline: protected by the chunk alone.

@@ -221,7 +221,7 @@ class SimWorld(Hooks):
             rounds=RoundParams(most=scenario.fleet.round_steps, tpot_share=scenario.fleet.round_tpot),
             slo_ttft_s=node.serving.slo_ttft_ms / 1e3,
             slo_tpot_s=node.serving.slo_tpot_ms / 1e3,
-            params=node.gate.params(),
+            params=node.gate.params(node.serving.slo_ttft_ms),
         )
 
     def _build(self) -> None:

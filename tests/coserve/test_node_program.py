@@ -77,7 +77,7 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     try:
         await lent(device, 16)
         client = ControlClient(device.dir, device.tokens)
-        turns = {"serialise": True, "stop_at_layers": True}
+        turns = {"serialise": True, "stop_at_layers": True, "first_token_reserve": 0.2}
         wishes = {"rule": "paper", "policy": "static", "max_lend_pages": 7, **turns}
         await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
         client.close()
@@ -89,7 +89,7 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     await until(lambda: agent.waits_for() == "mode is off")
     assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
     assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
-    assert agent.stop_at_layers
+    assert (agent.stop_at_layers, agent.first_token_reserve) == (True, 0.2)
     assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
 
 

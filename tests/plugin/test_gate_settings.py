@@ -11,6 +11,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import LayerState, Mode, NodeState
 from rose.policy.admission import Rule
+from rose.units import NS_PER_S
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 from vllm_plugin.step_tally import StepTally
@@ -45,6 +46,20 @@ def test_rule_serialise_and_delay_are_obeyed_and_nonsense_is_the_careful_choice(
         params = side.permit.params
         seen.append((params.rule, params.serialise, params.delay))
 
+    kept = []
+    for reserve_pct in (20, 0, -5, 10**9):
+        agent.write(
+            NodeState(
+                mode=Mode.ON,
+                slo_ttft_ns=2 * NS_PER_S,
+                reserve_pct=reserve_pct,
+                heartbeat_ns=time.monotonic_ns(),
+            )
+        )
+        side.permit.pages()
+        kept.append(side.permit.params.first_token_reserve_s)
+
+    assert kept == [0.4, 0.0, 0.0, 2.0]
     careful = (Rule.SLACK, False, 1.0)
     assert seen == [(Rule.SLACK, False, 0.1), (Rule.PAPER, True, 1.0), careful, careful, careful]
     side.stop()

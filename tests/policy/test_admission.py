@@ -144,6 +144,16 @@ def test_a_waiting_prompt_waits_for_the_end_of_the_running_step() -> None:
     assert slack(100.0, overdue, 0.005)[0] == pytest.approx(0.060 - 0.005)
 
 
+def test_rollouts_leave_a_reserve_of_a_first_token_s_slack_and_none_of_a_next_one_s() -> None:
+    keeps = AdmissionParams(guard_s=0.005, first_token_reserve_s=0.1)
+    # 120 ms to the latest start, 5 guard, 100 kept: 15 = 10 base + 5 decodes (half a millisecond more, for rounding).
+    assert budget(board(ttft_deadline_s=100.1205), params=keeps) == 5
+    assert budget(board(ttft_deadline_s=100.110), params=keeps) == 0
+    assert budget(board(tpot_deadline_s=100.1205), params=keeps) > 10
+    by_the_paper = AdmissionParams(guard_s=0.005, first_token_reserve_s=0.1, rule=Rule.PAPER)
+    assert budget(board(ttft_deadline_s=100.050), params=by_the_paper) > 0
+
+
 def test_a_running_decode_step_counts_from_its_start_and_costs_slack_once_overdue() -> None:
     view = board(busy=True, step_started_s=99.99, step_s=0.030, tpot_deadline_s=100.040)
     assert slack(100.0, view, 0.0)[0] == pytest.approx(0.050)
