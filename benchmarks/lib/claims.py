@@ -395,6 +395,31 @@ CLAIMS = (
         bar=(None, "<=", 0.0002),
     ),
     Claim(
+        text="the same with the tail engine, over a tuned fixed job that streams its steps too (lower ends)", benchmark="sim_paper",
+        keys=("*_*_*_*.rose_tail.gain_low",), form="{:.2f}x", bar=(None, ">=", 1.0),
+    ),
+    Claim(
+        text="the same: over the paper's policies that stream (lower ends)", benchmark="sim_paper", keys=("*_*_*_*.rose_tail.over_paper_low",), form="{:.2f}x",
+        bar=(None, ">=", 1.0),
+    ),
+    Claim(
+        text="the same: of what a ceiling that streams allows", benchmark="sim_paper", keys=("*_*_*_*.rose_tail.reached",), form="{:.0f}%",
+        bar=(None, ">=", 0.85),
+    ),
+    Claim(
+        text="the same: misses that it adds, of all requests (upper ends)", benchmark="sim_paper", keys=("*_*_*_*.rose_tail.misses_added_high",), form="{:.3f}%",
+        bar=(None, "<=", 0.0002),
+    ),
+    Claim(
+        text="simulated, ten cells: step time with a move home shared over 2 turns over that with 16 while a job drains, all cells and GRPO's of 256 (lower ends)", benchmark="draining",
+        keys=("all_cells.gain_low", "grpo_8b_256_quiet.gain_low", "grpo_32b_256_quiet.gain_low", "grpo_8b_256_busy.gain_low", "grpo_32b_256_busy.gain_low"),
+        form="{:.3f}x", bar=(0, ">=", 0.98), every=True,
+    ),
+    Claim(
+        text="the same, workloads A to D: mean trajectory time and p90 of 16 over 2 (upper ends)", benchmark="draining",
+        keys=("loads.mean_s_high", "loads.p90_s_high"), form="{:.3f}x", bar=(None, "<=", 1.01), every=True,
+    ),
+    Claim(
         text="simulated, each cell that was judged: streamed steps on the tuned fixed job, and on ROSE (lower ends)", benchmark="levers",
         keys=("*.streamed.fixed_gain_low", "*.streamed.rose_gain_low"), form="{:.2f}x", bar=(None, ">=", 1.0), every=True,
     ),
