@@ -27,7 +27,7 @@ SHOWN = (
     ("harvested_share", "harvested", "{:.0%}"),
     ("ttft_p99_ms", "TTFT P99 ms", "{:.0f}"),
     ("tpot_p99_ms", "TPOT P99 ms", "{:.0f}"),
-    ("slo_missed", "SLO missed", "{:.2%}"),
+    ("misses_added", "made late", "{:+.2%}"),
     ("gpu_hours_per_step", "GPU h/step", "{:.2f}"),
 )
 
@@ -52,7 +52,7 @@ def sim(
 ) -> None:
     """Simulate systems on one workload with the daemons' own policies, and compare them.
 
-    Writes [bold]sim.html[/bold] (plots), sim.json, sim.csv and trace.json (open it in Perfetto).
+    Writes [bold]sim.html[/bold] (plots), sim.json, sim.csv and trace.json (open it in Perfetto); in mode "fleet" fleet.html and fleet.json.
 
     Nothing here is a measurement: step times follow from datasheets and the assumptions of the scenario.
     One seed gives one run, byte for byte.
@@ -60,20 +60,36 @@ def sim(
     changes = list(overrides or [])
     if seed is not None:
         changes.append(f"seed={seed}")
-    config = load_scenario(scenario, changes)
-    names = tuple(system or config.systems)
-    for name in names:
+    for name in system or ():
         if name not in SYSTEMS:
             raise ConfigError(
                 f"'{name}' is not a system", field="--system", fix=f"one of {', '.join(SYSTEMS)}"
             )
+    config = load_scenario(scenario, changes, tuple(system or ()))
+    names = tuple(system or config.systems)
     if journal is not None and len(names) != 1:
         raise ConfigError("needs a single system", field="--journal", fix="add --system NAME")
     span = _window(window)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}", field="--out") from error
     if config.mode == "fleet":
+        for field, given in (("--journal", journal), ("--window", window), ("--check", check)):
+            if given:
+                raise ConfigError(
+                    "there is none of a fleet, which is no run of single steps",
+                    field=field,
+                    fix='mode = "exact"',
+                )
         _fleet(config, names, out)
         return
     if system and config.baseline not in names:
+        if config.baseline:
+            Console(stderr=True).print(
+                f"compared with {names[0]}: the scenario's baseline, {config.baseline}, is not among --system",
+                soft_wrap=True,
+            )
         config = config.model_copy(update={"baseline": names[0]})
     runs = run_systems(config, names, journal=journal, check=check)
     paths = write_reports(runs, out, span)
@@ -121,6 +137,12 @@ def print_runs(runs: list[SimResult]) -> None:
         table.add_row(run.system.name, *cells)
     Console(width=max(120, Console().width)).print(table)
     for run in runs:
+        if kills := run.counters.kills:
+            Console(stderr=True).print(
+                f"{run.system.name}: {kills} rollout engine{'s' if kills > 1 else ''} killed for a cut that came too late; a longer lending.reclaim_deadline_s, "
+                "if production's steps allow it, or a larger lending.min_headroom_fraction",
+                soft_wrap=True,
+            )
         if missing := missing_steps(run):
             Console(stderr=True).print(
                 f"{run.system.name}: {missing} within duration_s = {run.scenario.duration_s:g}, so there is no speed-up of it or over it",

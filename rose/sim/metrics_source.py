@@ -394,6 +394,12 @@ def read_scrapes(path: Path) -> Metered:
                 field=page.where,
                 fix="sort pages by time; name the server behind it where there are several",
             )
+        if before is not None and page.at_s == before.at_s:
+            raise ConfigError(
+                f"a second page of {page.server or 'a server without a name'} at the same second",
+                field=page.where,
+                fix="'# scraped SECONDS SERVER' where there are several servers; one page of each at a time",
+            )
         first_s = min(first_s, page.at_s)
         if page.at_s - first_s > MAX_TRACE_DAYS * 86400.0:
             raise ConfigError(
@@ -529,7 +535,8 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
                 where = f"{file}:{number}"
                 if len(data) == MAX_LINE_BYTES:
                     raise ConfigError(f"a line of more than {MAX_LINE_BYTES} bytes", field=where)
-                yield where, data.decode("utf-8")
+                # Editors of other systems begin a file with a byte order mark.
+                yield where, data.decode("utf-8-sig" if number == 1 else "utf-8")
     except FileNotFoundError:
         raise ConfigError("does not exist", field=str(file)) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -201,12 +201,11 @@ class CapacityPlan:
 
     @property
     def range_gpus(self) -> tuple[float, float] | None:
-        """Lowest and highest that one assumption alone makes of it."""
-        if self.mean_gpus is None:
+        """Lowest and highest that one assumption alone makes of it; None where nothing can be told of any."""
+        told = [end for one in self.swings for end in (one.low_gpus, one.high_gpus) if end is not None]
+        if self.mean_gpus is None or not told:
             return None
-        ends = [self.mean_gpus]
-        ends += [end for one in self.swings for end in (one.low_gpus, one.high_gpus) if end is not None]
-        return min(ends), max(ends)
+        return min(self.mean_gpus, *told), max(self.mean_gpus, *told)
 
 
 def make_plan(
@@ -363,7 +362,7 @@ def _make_plan(
         judged=tuple(judged),
         headroom=headroom,
         fresh=fresh,
-        verdict=verdict_of(judged),
+        verdict=verdict_of(judged, is_too_little=traffic.is_too_little),
         yardstick=yardstick,
         at_s=at_s,
         load=load,
@@ -441,13 +440,13 @@ def kept_alone(judged: Iterable[PlanCell]) -> float:
     return sum(cell.misses.num * (1.0 - cell.alone_missed) for cell in judged)
 
 
-def verdict_of(judged: Sequence[PlanCell]) -> RiskVerdict:
+def verdict_of(judged: Sequence[PlanCell], *, is_too_little: bool = False) -> RiskVerdict:
     """Each stretch must be safe by itself, and all together have requests enough, kept within limits without rollouts, to show one in
-    ``1 / SAFE_EXTRA``."""
+    ``1 / SAFE_EXTRA``.  All of them are drawn from what was read: where that is too little, any number of draws shows nothing."""
     known = [cell.misses for cell in judged if cell.misses.num]
     if any(misses.low is not None and misses.low > SAFE_EXTRA for misses in known):
         return RiskVerdict.UNSAFE
-    few = kept_alone(judged) * SAFE_EXTRA < 1
+    few = is_too_little or kept_alone(judged) * SAFE_EXTRA < 1
     if few or any(misses.share is not None and misses.share > SAFE_EXTRA for misses in known):
         return RiskVerdict.UNCLEAR
     return RiskVerdict.SAFE

@@ -196,9 +196,13 @@ def of_fleet(config: Scenario, traffic: Traffic, engines: int | None, *, is_name
             fix="--engines N; or the size of your fleet, --set fleet.serving=N, each engine then with serving.requests_per_s",
         )
     num = engines or (
-        round(traffic.num_engines) if traffic.is_measured and not is_blind else config.fleet.serving
+        max(1, round(traffic.num_engines)) if traffic.is_measured and not is_blind else config.fleet.serving
     )
-    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"serving": max(1, num)})})
+    if num < 1:
+        raise ConfigError(
+            "must be 1 or more: it is these that lend", field="fleet.serving", fix="--engines N"
+        )
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"serving": num})})
 
 
 def moment(word: str) -> float:

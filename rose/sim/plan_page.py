@@ -17,6 +17,7 @@ from rose.sim.plan_words import (
     alone_kv,
     answer,
     document,
+    how_sure,
     in_flight,
     matters_most,
     measure_next,
@@ -129,14 +130,12 @@ def _tiles(plan: CapacityPlan) -> str:
     tiles: list[tuple[str, str, str, str]] = []
     if plan.lends:
         assert plan.mean_gpus is not None
-        assert plan.range_gpus is not None
-        low, high = plan.range_gpus
         tiles += [
             (
                 "",
                 "worth, on average",
                 f"{plan.mean_gpus:.1f} GPUs",
-                f"dedicated; {low:.1f} to {high:.1f} as the assumptions go",
+                f"dedicated; {how_sure(plan)}",
             ),
             (
                 "",
@@ -316,8 +315,7 @@ def _tornado(plan: CapacityPlan) -> str:
         for swing in plan.swings
     ]
     assert plan.mean_gpus is not None
-    assert plan.range_gpus is not None
-    _, high = plan.range_gpus
+    _, high = plan.range_gpus or (0.0, plan.mean_gpus)
     x = linear_axis(high * 1.02 or 1.0, lambda value: f"{value:g} GPUs" if value else "0")
     risky = [
         f"{swing.assumption.name} at {label} ({added:.2%})"

@@ -7,7 +7,8 @@ from typing import Any
 
 from rose.sim.plan import ENOUGH, SAFE_EXTRA, CapacityPlan, PlanCell, RiskVerdict, Swing, kept_alone
 from rose.sim.scenario import MAX_CELL_S
-from rose.sim.traffic import Traffic
+from rose.sim.summary import SETTLE_S
+from rose.sim.traffic import LEAST_READ, LEAST_SPAN_S, Traffic
 from rose.sim.worth import LOADED
 
 NAMES = {"quiet": "quietest", "mean": "average", "busy": "busiest"}
@@ -28,10 +29,8 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
     """The recommendation, and why; a worth is stated with the first one alone."""
     if plan.lends:
         assert plan.mean_gpus is not None
-        assert plan.range_gpus is not None
-        low, high = plan.range_gpus
         return (
-            f"rollouts worth {plan.mean_gpus:.1f} dedicated GPUs on average ({low:.1f} to {high:.1f} as the assumptions go)",
+            f"rollouts worth {plan.mean_gpus:.1f} dedicated GPUs on average ({how_sure(plan)})",
             f"at most {plan.most_gpus:.1f} at the traffic as read: the rest of the engines' time goes into production's own steps",
         )
     misses = plan.misses
@@ -48,6 +47,12 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
             f"headroom that looked best; {SAFE_EXTRA:.1%} is allowed (production alone misses {worst.alone_missed:.1%} there)",
         )
     if plan.verdict is RiskVerdict.UNCLEAR:
+        if plan.traffic.is_too_little:
+            return (
+                "not known whether lending is safe, so no worth is stated",
+                f"{plan.traffic.num_read:,.0f} requests of {span(plan.traffic.span_s)} were read, and all that is simulated is drawn from these: "
+                f"{LEAST_READ:,} of {span(LEAST_SPAN_S)} are the least, and a day is what shows a fleet",
+            )
         if is_late_alone(plan):
             return (
                 "not known whether lending is safe, so no worth is stated",
@@ -66,6 +71,13 @@ def answer(plan: CapacityPlan) -> tuple[str, str]:
             f"{max(0.0, plan.yardstick.gain):.0%} of what they would in proportion (told from {LOADED:.0%}), so any number of engines looks equal",
         )
     return "nothing to gain as assumed", "the job samples no more with production's engines than without them"
+
+
+def how_sure(plan: CapacityPlan) -> str:
+    if plan.range_gpus is None:
+        return "how much hangs on the assumptions cannot be told"
+    low, high = plan.range_gpus
+    return f"{low:.1f} to {high:.1f} as the assumptions go"
 
 
 def is_late_alone(plan: CapacityPlan) -> bool:
@@ -256,9 +268,13 @@ def measure_next(plan: CapacityPlan) -> list[str]:
     elif not traffic.knows_engines:
         found.append("how many engines served this traffic: --engines N")
     misses, cells = plan.misses, plan.scenario.cells
-    if plan.verdict is RiskVerdict.UNCLEAR and misses.num and not is_late_alone(plan):
+    if traffic.is_too_little:
+        found.append(
+            f"a longer stretch: {traffic.num_read:,.0f} requests of {span(traffic.span_s)} are too little to plan by"
+        )
+    elif plan.verdict is RiskVerdict.UNCLEAR and misses.num and not is_late_alone(plan):
         times = max(2.0, ENOUGH / SAFE_EXTRA / misses.num)
-        longer_s = cells.seconds * times
+        longer_s = SETTLE_S + (cells.seconds - SETTLE_S) * times  # the last minute of each is not judged
         how = f"--set cells.seconds={longer_s:.0f}, or more" if longer_s <= MAX_CELL_S else "More"
         found.append(f"more requests: only {misses.num:,} were judged. {how} traffic per engine")
     missed = plan.judged[-1].alone_missed
@@ -364,4 +380,6 @@ def tokens(count: float) -> str:
 
 
 def span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
     return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.0f} minutes"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.evaluation.charts import Series, bar_chart, legend, line_chart, linear_axis
 from rose.evaluation.page import whole_page, write_whole
-from rose.sim.summary import COLUMNS, Row, missing_steps, percentiles_over_time, summarize
+from rose.sim.summary import COLUMNS, Row, added_misses, missing_steps, percentiles_over_time, summarize
 from rose.sim.world import SimResult
 
 PARTS = (
@@ -29,7 +29,7 @@ def document(runs: Sequence[SimResult], extra: dict[str, Any] | None = None) -> 
     base = runs[0].scenario.baseline or runs[0].system.name
     missing = {run.system.name: missing_steps(run) for run in runs}
     reference = None if missing[base] else rows[base]["step_s"]
-    summary: dict[str, Any] = {}
+    summary: dict[str, Any] = {f"{name}.misses_added": share for name, share in added_misses(runs).items()}
     for name, row in rows.items():
         summary.update({f"{name}.{key}": value for key, value in row.items()})
         own = row["step_s"]
@@ -116,7 +116,7 @@ def render(runs: Sequence[SimResult]) -> str:
         f"<h1>{escape(scenario.title or scenario.name)}</h1>",
         f'<p class="lead">Simulated, not measured. {len(runs)} systems, the same workload and seed ({scenario.seed}). '
         f"Speed-up is in time per RL step, against <b>{escape(base)}</b>.</p>",
-        _tiles(runs, rows, speedups),
+        _tiles(runs, rows, speedups, doc["summary"]),
         '<div class="grid2">',
         _section("Time per RL step", "Shorter is better; from batch to batch.", _step_chart(runs, rows)),
         _section(
@@ -131,18 +131,29 @@ def render(runs: Sequence[SimResult]) -> str:
         ),
         _section("Turns in flight outside the job's own engines", "", _turns_chart(runs)),
         "</div>",
-        _section("All figures", "", _table(runs, rows, speedups)),
+        _section(
+            "All figures",
+            "slo_missed is of each run's own time, so runs of other lengths are not compared by it; misses_added compares the same requests.",
+            _table(runs, rows, speedups, doc["summary"]),
+        ),
         _section("Scenario", "", f"<pre>{escape(scenario.model_dump_json(indent=1))}</pre>"),
     ]
     return whole_page(f"{scenario.name}: simulation", "".join(parts))
 
 
-def _tiles(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
+def _tiles(
+    runs: Sequence[SimResult],
+    rows: dict[str, Row],
+    speedups: dict[str, float | None],
+    summary: dict[str, Any],
+) -> str:
     tiles: list[str] = []
     for run in runs:
         name = run.system.name
-        missed = rows[name]["slo_missed"]
-        note = "" if missed is None else f"{missed:.2%} of production over its limits"
+        missed, added = rows[name]["slo_missed"], summary[f"{name}.misses_added"]
+        note = "" if missed is None else f"{missed:.2%} of production over its limits, in this run's own time"
+        if added is not None:
+            note = f"{added:+.2%} of production's requests made late by it"
         value = (
             f"{speedups[name]:.2f}x" if speedups[name] is not None else missing_steps(run) or "no baseline"
         )
@@ -213,9 +224,20 @@ def _turns_chart(runs: Sequence[SimResult]) -> str:
     return line_chart(series, x, y, title="Turns on extra engines", dots=False) + legend(entries)
 
 
-def _table(runs: Sequence[SimResult], rows: dict[str, Row], speedups: dict[str, float | None]) -> str:
+def _table(
+    runs: Sequence[SimResult],
+    rows: dict[str, Row],
+    speedups: dict[str, float | None],
+    summary: dict[str, Any],
+) -> str:
     head = "".join(f"<th>{escape(run.system.name)}</th>" for run in runs)
-    body = [_line("speed-up", [speedups[run.system.name] for run in runs])]
+    body = [
+        _line("speed-up", [speedups[run.system.name] for run in runs]),
+        _line(
+            "misses_added <span class='ci'>production's requests late beside its rollouts and not without, less those late only without</span>",
+            [summary[f"{run.system.name}.misses_added"] for run in runs],
+        ),
+    ]
     body.extend(
         _line(f"{key} <span class='ci'>{escape(text)}</span>", [rows[run.system.name][key] for run in runs])
         for key, text in COLUMNS.items()

@@ -10,8 +10,13 @@ from rose.sim.hardware import Hardware
 from rose.sim.scenario import Scenario
 
 
-def load_scenario(path: Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
+def load_scenario(
+    path: Path | None, overrides: list[str] | tuple[str, ...] = (), systems: tuple[str, ...] = ()
+) -> Scenario:
     """Read and check a scenario, names of devices and models included; without a file all is as by default.
+
+    Args:
+        systems: That will run, where not the scenario's own: the fleet need be able to run these alone.
 
     Raises:
         ConfigError: Names the file, and the line or the field.
@@ -20,7 +25,7 @@ def load_scenario(path: Path | None, overrides: list[str] | tuple[str, ...] = ()
         named = overrides if path is not None else ["name=fleet", *overrides]
         scenario = load_config(Scenario, path, named)
         scenario = scenario if path is None else _beside(path, scenario)
-        Hardware(scenario).check(scenario.systems)
+        Hardware(scenario).check(systems or scenario.systems)
     except ConfigError as error:
         changed = {text.partition("=")[0].strip() for text in overrides}
         line = None if path is None else _line_of(path, error.field)

@@ -25,7 +25,7 @@ COLUMNS: dict[str, str] = {
     "tokens_per_s": "tokens trained on per second of the run",
     "trajectories_per_h": "trajectories trained on per hour",
     "harvested_share": "sampled tokens that came from engines the job does not own",
-    "gpu_hours_per_step": "GPU hours paid for by the job, per step",
+    "gpu_hours_per_step": "GPU hours paid for by the job, per step (of several jobs each pays its part)",
     "relay_gb_per_step": "GB through the weight relay, per step",
     "allocation_overhead": "share of bought engine time before it could sample",
     "ttft_p50_ms": "production's time to first token, median",
@@ -74,7 +74,9 @@ def summarize(run: SimResult) -> Row:
         "tokens_per_s": tokens / span_s if num else math.nan,
         "trajectories_per_h": sum(step.trajectories for step in steps) / span_s * 3600 if num else math.nan,
         "harvested_share": counters.sampled["harvested"] / sampled if sampled else math.nan,
-        "gpu_hours_per_step": run.billed_gpu_s / 3600 / run.duration_s * span_s / num if num else math.nan,
+        "gpu_hours_per_step": run.billed_gpu_s / run.scenario.num_jobs / 3600 / run.duration_s * span_s / num
+        if num
+        else math.nan,
         "relay_gb_per_step": run.relay_bytes / 1e9 / num if num else math.nan,
         "allocation_overhead": run.wasted_s / run.allocated_s if run.allocated_s else 0.0,
         "ttft_p50_ms": percentile(ttft, 0.50) * 1e3,
@@ -143,7 +145,7 @@ class Misses:
         if not self.num:
             return None
         more = 1.96 * math.sqrt(self.added + self.mended)
-        return (self.added - self.mended + max(3.0, more)) / self.num
+        return min(1.0, (self.added - self.mended + max(3.0, more)) / self.num)
 
     def __add__(self, other: Misses) -> Misses:
         return Misses(
@@ -175,6 +177,21 @@ def compare_misses(
         added=len(with_rollouts - without),
         mended=len(without - with_rollouts),
     )
+
+
+def added_misses(runs: Sequence[SimResult]) -> dict[str, float | None]:
+    """By system: share of production's requests that its rollouts make late, each request beside itself in a run without rollouts on its
+    device, over the time of both; None without such a run, of that run, or where the time is too short."""
+    alone = next((run for run in runs if run.system.extra != "harvest"), None)
+    found: dict[str, float | None] = {}
+    for run in runs:
+        name, harvests = run.system.name, run.system.extra == "harvest"
+        if alone is None or not harvests:
+            found[name] = None
+            continue
+        end_s = min(run.duration_s, alone.duration_s)
+        found[name] = compare_misses(run.late, alone.late, run.arrived_s, end_s).share
+    return found
 
 
 def _missed(run: SimResult) -> float:

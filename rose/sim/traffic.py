@@ -36,6 +36,8 @@ MEASURED_MAX = (131_072, 32_768)
 MAX_STARTS = 100_000
 PROFILE_BINS = 288
 """Points of the rate over time, at most: 5 minutes of a day."""
+LEAST_READ, LEAST_SPAN_S = 300, 600.0
+"""Requests and seconds that have to be read before anything is said of a fleet; ours."""
 MIN_BIN_S = 30.0
 
 SILENCE = (300.0, 30)
@@ -93,6 +95,16 @@ class Traffic(ABC):
     def total(self) -> float:
         """Requests per second of all engines, on average."""
         return self.rate(0.0, self.span_s) * self.num_engines
+
+    @property
+    def num_read(self) -> float:
+        """Requests in it, whoever served them."""
+        return float(self.counted(np.array([self.span_s]))[0])
+
+    @property
+    def is_too_little(self) -> bool:
+        """So little was measured that nothing drawn from it tells of a fleet."""
+        return self.is_measured and (self.num_read < LEAST_READ or self.span_s < LEAST_SPAN_S)
 
     def profile(self) -> tuple[Floats, Floats]:
         """Middle of each bin in seconds, and requests per second of one engine in it."""

@@ -4,7 +4,8 @@ The same job, with the same number of trajectories under way, is simulated on fl
 as many as there are engines in all (:class:`Yardstick`).  Worth is read off that curve: the size at which it samples what the job
 samples beside production, less the engines that it has.
 
-Two things bound it.  An engine is worth no more than the time that production's own steps leave of it (:func:`time_left`).  And a job
+Three things bound it.  An engine is worth no more than the time that production's own steps leave of it (:func:`time_left`), nor more than
+as many engines of the largest dedicated fleet, where each samples least, as would sample what was harvested.  And a job
 with few trajectories samples hardly more on more engines: they wait on one another's latency, not for engines.  Then any number of
 engines looks equal, and worth is not told (:attr:`Yardstick.is_loaded`).
 """
@@ -92,4 +93,5 @@ def worth_of(rose: CellResult, yardstick: Yardstick) -> float | None:
     if not yardstick.is_loaded:
         return None
     tokens_s = rose.dedicated_tokens_s * rose.num_dedicated + rose.harvested_tokens_s * rose.num_serving
-    return max(0.0, yardstick.engines_for(tokens_s) - rose.num_dedicated) / max(1, rose.num_serving)
+    worth = max(0.0, yardstick.engines_for(tokens_s) - rose.num_dedicated) / max(1, rose.num_serving)
+    return min(worth, rose.harvested_tokens_s * yardstick.engines[-1] / yardstick.tokens_s[-1])

@@ -33,7 +33,7 @@ from rose.sim.plan_pool import ProcessPool
 from rose.sim.plan_words import document, far_off, measure_next, text
 from rose.sim.scenario import Scenario
 from rose.sim.summary import Misses, compare_misses
-from rose.sim.traffic import generated
+from rose.sim.traffic import from_trace, generated
 from tests.sim.prometheus_server import BEGIN_S, SPAN_S, scrape
 
 SMALL = {
@@ -132,6 +132,34 @@ def test_the_verdict_is_of_the_requests_that_were_judged(
     assert verdict_of(judged) is expected
     if expected is RiskVerdict.UNSAFE:  # however safe the other stretches are
         assert verdict_of([*judged, cell("quiet", 0.1, 1.0, 0)] * 3) is RiskVerdict.UNSAFE
+
+
+def test_draws_from_a_handful_of_requests_are_no_verdict(plan: CapacityPlan, tmp_path: Path) -> None:
+    """Two rows of a trace were drawn from until 3,000 requests were judged, and lending them was safe and worth a sum."""
+    judged = [replace(cell("mean", 0.1, 1.0, 0), misses=Misses(num=3000, added=0, mended=0))]
+    assert verdict_of(judged) is RiskVerdict.SAFE
+    assert verdict_of(judged, is_too_little=True) is RiskVerdict.UNCLEAR
+    unsafe = [replace(judged[0], misses=Misses(num=3000, added=30, mended=2))]
+    assert verdict_of(unsafe, is_too_little=True) is RiskVerdict.UNSAFE
+
+    rows = "2026-11-20 00:00:01,1453,169\n2026-11-20 00:00:03,1221,118\n"
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    handful = from_trace(tmp_path / "t.csv", 4, plan.scenario.serving)
+    told = replace(plan, verdict=RiskVerdict.UNCLEAR, traffic=handful)
+    assert "2 requests of 3 s were read" in text(told)
+    assert measure_next(told)[0].startswith("a longer stretch")
+    assert not any("cells.seconds=" in line for line in measure_next(told))
+
+
+def test_where_no_assumption_can_be_told_no_range_is_stated(plan: CapacityPlan) -> None:
+    """A range of 0.6 to 0.6 looked like certainty, where all ten assumptions had no value at either end."""
+    blind = replace(plan, swings=tuple(replace(each, low_gpus=None, high_gpus=None) for each in plan.swings))
+
+    assert blind.range_gpus is None
+    assert plan.lends
+    assert "how much hangs on the assumptions cannot be told" in text(blind)
+    assert "how much hangs on the assumptions cannot be told" in render(blind)
+    assert document(blind)["summary"]["gpus_low"] is None
 
 
 def test_no_request_judged_is_said_and_is_no_zero(plan: CapacityPlan) -> None:
@@ -347,6 +375,7 @@ def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: Capacity
 def test_so_few_requests_that_no_cell_is_long_enough_are_given_no_length(few: CapacityPlan) -> None:
     one = replace(
         few,
+        scenario=changed(few.scenario, {"cells.seconds": 3000.0}),
         judged=tuple(
             replace(each, misses=Misses(num=int(each.window == "busy"), added=0, mended=0))
             for each in few.judged

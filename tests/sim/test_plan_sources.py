@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -566,3 +567,36 @@ def test_without_data_the_generator_s_day_stands_in() -> None:
     made = traffic.arrivals(SERVING, starts["busy"], 600.0, 10, 3)
     assert len(made.at_s) == pytest.approx(0.75 * 10 * 600, rel=0.15)
     assert not traffic.is_measured
+
+
+def test_two_pages_of_one_second_without_a_name_are_of_two_servers(tmp_path: Path) -> None:
+    """A loop over several hosts that names none writes them; they were one engine with a third of the traffic."""
+    path = tmp_path / "day.prom"
+    pages = [f"# scraped {at_s}\n{scrape(at_s)}" * 2 for at_s in range(BEGIN_S, BEGIN_S + 600, 60)]
+    path.write_text("".join(pages))
+
+    with pytest.raises(ConfigError, match="a second page of a server without a name at the same second"):
+        read_scrapes(path)
+
+
+def test_scrapes_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    plain, marked = hour(tmp_path / "a.prom"), tmp_path / "b.prom"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+
+    assert read_scrapes(marked).intervals == read_scrapes(plain).intervals
+
+
+@pytest.mark.parametrize(
+    ("num", "gap_s", "too_little"), [(2, 1.5, True), (400, 1.0, True), (200, 10.0, True), (400, 3.0, False)]
+)
+def test_what_is_too_little_to_tell_of_a_fleet(
+    tmp_path: Path, num: int, gap_s: float, too_little: bool
+) -> None:
+    begin = datetime(2026, 11, 20)
+    rows = [f"{begin + timedelta(seconds=gap_s * n)},100,20" for n in range(num)]
+    (tmp_path / "t.csv").write_text(HEADER + "\n".join(rows) + "\n")
+    traffic = from_trace(tmp_path / "t.csv", 4, SERVING)
+
+    assert traffic.num_read == pytest.approx(num, rel=0.01)
+    assert traffic.is_too_little is too_little
+    assert not generated(4, SERVING).is_too_little

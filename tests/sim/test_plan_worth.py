@@ -106,6 +106,17 @@ def test_worth_stays_within_what_production_leaves_and_falls_with_its_traffic() 
     assert worths[0] <= idle + 0.02
 
 
+def test_worth_is_no_more_than_as_many_engines_as_would_sample_the_harvest() -> None:
+    """A busy fleet harvested 14 tokens a second, and was told that these were worth half a GPU: chance in the job's own engines' rate."""
+    config = scenario(24)
+    rose = task(config, 2.0).run()
+    curve = Yardstick(engines=(1, 2, 3), tokens_s=(600.0, 900.0, 1200.0))
+    little = replace(rose, num_dedicated=1, dedicated_tokens_s=700.0, harvested_tokens_s=8.0)
+
+    assert worth_of(little, curve) == pytest.approx(8.0 / 400.0)
+    assert worth_of(replace(little, harvested_tokens_s=0.0), curve) == 0.0
+
+
 def test_the_time_left_is_what_is_not_busy_and_what_two_engines_overlap() -> None:
     config = scenario(4)
     config = config.model_copy(update={"efficiency": config.efficiency.model_copy(update={"overlap": 0.2})})

@@ -19,6 +19,7 @@ from rose.cli import app
 from rose.errors import ConfigError
 from rose.sim.report import COLUMNS, chrome_trace, document, write_reports
 from rose.sim.report import render as render_page
+from rose.sim.summary import Misses, summarize
 from rose.sim.world import simulate
 from tests.sim.test_world import tiny
 
@@ -263,6 +264,17 @@ def test_steps_bounded_by_the_duration_alone_lack_none() -> None:
     assert told["summary"]["rose.speedup"] > 0
 
 
+def test_each_of_several_jobs_pays_its_part() -> None:
+    one, two = (summarize(simulate(tiny(num_jobs=num), "fixed_sync"))["gpu_hours_per_step"] for num in (1, 2))
+    assert one is not None
+    assert two == pytest.approx(one, rel=0.1)
+
+
+def test_so_few_requests_bound_no_more_than_all_of_them() -> None:
+    assert Misses(num=1, added=0, mended=0).high == 1.0
+    assert Misses(num=3000, added=0, mended=0).high == pytest.approx(0.001)
+
+
 def test_the_chrome_trace_keeps_to_its_window() -> None:
     run = simulate(tiny(), "rose")
     whole, part = chrome_trace([run], None), chrome_trace([run], (10.0, 20.0))
@@ -307,3 +319,56 @@ def test_a_run_that_was_summed_up_later_is_of_the_code_that_was_measured() -> No
 def test_each_claim_has_a_run() -> None:
     runs = evidence.all_runs(committed_results())
     assert [claim.text for claim in CLAIMS if not evidence.lines_of(claim, runs)] == []
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "s.toml"
+    path.write_text(
+        'name = "s"\nduration_s = 120.0\nnum_steps = 1\nbaseline = "fixed_sync"\n[fleet]\ndedicated = 1\nserving = 2\n'
+        "[job]\nnum_groups = 1\ngroup_size = 4\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_runs(
+    small: Path, tmp_path: Path, is_file: bool
+) -> None:
+    place = tmp_path / "out"
+    place.write_text("")
+    out = place if is_file else place / "below"
+
+    with pytest.raises(ConfigError, match="cannot be made") as refused:
+        CliRunner().invoke(app, ["sim", "--scenario", str(small), "--out", str(out)], catch_exceptions=False)
+    assert refused.value.field == "--out"
+
+
+def test_systems_that_do_not_run_need_no_engine_and_a_baseline_that_is_left_out_is_said(
+    small: Path, tmp_path: Path
+) -> None:
+    command = ["sim", "--scenario", str(small), "--set", "fleet.dedicated=0", "--out", str(tmp_path / "o")]
+    result = CliRunner().invoke(
+        app, [*command, "--system", "rose", "--system", "paper"], catch_exceptions=False
+    )
+
+    assert result.exit_code == 0, result.output
+    assert "compared with rose: the scenario's baseline, fixed_sync, is not among" in result.stderr
+
+
+@pytest.mark.parametrize("option", [("--journal", "j"), ("--window", "0:5"), ("--check",)])
+def test_what_a_fleet_has_none_of_is_refused(small: Path, tmp_path: Path, option: tuple[str, ...]) -> None:
+    command = [
+        "sim",
+        "--scenario",
+        str(small),
+        "--set",
+        "mode=fleet",
+        "--system",
+        "rose",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    with pytest.raises(ConfigError, match="none of a fleet") as refused:
+        CliRunner().invoke(app, [*command, *option], catch_exceptions=False)
+    assert refused.value.field == option[0]
