@@ -336,8 +336,12 @@ class SimDevice:
         return self._start_s + count * self._cycle_s + self._growth_s * count * (count - 1) / 2
 
     def longest_step_s(self) -> float:
-        """Of the rollout engine, since this was last asked; the running phase counts."""
-        longest_s, self._longest_s = self._longest_s, self._rollout_s if self._active else 0.0
+        """What a cut of the rollout engine has to wait for, since this was last asked; the running phase counts.
+
+        Here that is a cycle of both engines; a live engine whose step waits for production's obeys a cut meanwhile.
+        """
+        runs = self._active and self._rollout_s > 0
+        longest_s, self._longest_s = self._longest_s, self._cycle_s if runs else 0.0
         return longest_s
 
     def _boundary(self, now_s: float, phase: int) -> None:
@@ -487,7 +491,8 @@ class SimDevice:
             if self._ttft_slack_s < math.inf:
                 steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
         count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
-        self._longest_s = max(self._longest_s, rollout_s + rollout_growth * (count * num - 1))
+        if rollout_s > 0:  # a cut waits for the end of a cycle here, production's step included
+            self._longest_s = max(self._longest_s, cycle_s + growth_s * (count - 1))
         self._from_s = start_s = now_s + self._stall_s
         if rollout_s > 0 and self._credit_s:
             start_s -= min(self._credit_s, 0.999 * rollout_s)

@@ -494,3 +494,28 @@ def test_several_jobs_share_the_harvested_engines_for_good_where_nobody_provisio
 def test_what_has_not_been_tried_with_several_jobs_is_refused() -> None:
     with pytest.raises(ConfigError, match="has not been tried with several jobs"):
         simulate(tiny(**SHARED), "spot")
+
+
+def test_an_engine_is_not_killed_for_a_cut_that_waits_for_production_s_own_step() -> None:
+    """A step of a 70B model on four A100 takes seconds where rollouts' take tens of milliseconds, and a cut waits for both here."""
+    models = {
+        "big": {"params_billion": 70.6, "layers": 80, "heads": 64, "kv_heads": 8},
+        "policy": {"params_billion": 14.8, "layers": 48, "heads": 40, "kv_heads": 8},
+    }
+    fleet = {"device": "a100-80g", "dedicated": 0, "serving": 2, "rollout_gpus": 4, "serving_gpus": 4}
+    scenario = Scenario.model_validate(
+        {
+            "name": "big",
+            "duration_s": 300.0,
+            "systems": ["rose"],
+            "models": models,
+            "fleet": fleet,
+            "serving": {"model": "big", "requests_per_s": 0.5, "slo_ttft_ms": 2000.0},
+            "job": {"model": "policy", "num_groups": 3, "group_size": 8},
+        }
+    )
+
+    run = simulate(scenario, "rose")
+
+    assert run.counters.cuts > 5
+    assert run.counters.kills == 0
