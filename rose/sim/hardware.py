@@ -142,7 +142,7 @@ class Hardware:
         """Raise where one of ``systems`` cannot run on this fleet.
 
         Raises:
-            ConfigError: Models that do not fit, or a system without any engine to sample with.
+            ConfigError: Models that do not fit, or cannot be divided so, or a system without any engine to sample with.
         """
         fleet = self._scenario.fleet
         for name in systems:
@@ -162,5 +162,13 @@ class Hardware:
                 self.rollout_pages(fleet.rollout_gpus)
             if fleet.wide:
                 self.rollout_pages(fleet.wide_gpus, "fleet.wide_gpus")
+        shared = [(self.serving_model, fleet.serving_gpus, "fleet.serving_gpus")] if fleet.serving else []
+        shared.append((self.policy_model, fleet.rollout_gpus, "fleet.rollout_gpus"))
+        for model, num_gpus, field in shared:
+            if model.num_heads % num_gpus:  # as vLLM refuses it
+                raise ConfigError(
+                    f"{num_gpus} GPUs cannot share the {model.num_heads} attention heads of a model in equal parts",
+                    field=field,
+                )
         self.rollout_steps(fleet.rollout_gpus)
         self.serving_steps()

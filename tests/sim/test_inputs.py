@@ -41,6 +41,7 @@ def test_every_scenario_we_ship_loads(path: Path) -> None:
         ("[fleet]\ndedicated = -1", 3, "greater than or equal to 0"),
         ("[fleet]\nserving = 99999", 3, "less than or equal to 16384"),
         ("[fleet]\ndedicated = 0", 3, "fixed_sync has no engine"),
+        ("[fleet]\nrollout_gpus = 3", 3, "cannot share the 32 attention heads"),
         ("[fleet]\ndevice = 'l40s'\nrollout_gpus = 1\n[job]\nmodel = 'qwen3-32b'", 4, "do not fit"),
         (
             "[fleet]\ndevice = 'l40s'\nrollout_gpus = 4\nwide = 1\nwide_gpus = 1\n[job]\nmodel = 'qwen3-32b'",
