@@ -295,7 +295,16 @@ def _worth_explained(plan: CapacityPlan) -> str:
         f"trajectories of {job.model} under way ({cells.in_flight_per_engine} per engine), always.",
         f"The same job on dedicated engines only samples {curve_points}. Worth is the number at which it samples what it samples beside "
         "production, less the dedicated engines that it has, for each serving engine.",
-        f"Bound: what production leaves of its engines' time, {plan.most_gpus:.1f} GPUs on average; worth is cut off there.",
+        f"Bound: what production leaves of its engines' time, {plan.most_gpus:.1f} GPUs on average; worth is cut off there, and at the engines "
+        "of the largest of those fleets that would sample what is harvested.",
+        *(
+            [
+                f"On {curve.crowded} engine{'s' if curve.crowded > 1 else ''} not all trajectories find room in memory: they take turns and read their "
+                "prompts again, so the next engines add more than their part; worth is read in proportion to the largest fleet there. Set cells.in_flight_per_engine to what yours has."
+            ]
+            if curve.crowded
+            else []
+        ),
         f"The last dedicated engines add {max(0.0, curve.gain):.0%} of what they would in proportion. Below {LOADED:.0%} the job does not load "
         "the fleet, any number of engines looks equal, and worth is not told. Few trajectories also make worth smaller: such a job gains less "
         "from any engine.",

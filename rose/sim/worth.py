@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +27,9 @@ POINTS = 4
 LOADED = 0.2
 """The job loads the fleet where its last engines add at least this much of what engines add in proportion; ours.  Rates of two runs
 differ by a percent or two by chance: below this that alone would be a tenth of the engines or more."""
+
+CROWDED = 1.15
+"""Engines that add more than this times what they would in proportion were too few before; ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,18 @@ class Yardstick:
     @property
     def is_loaded(self) -> bool:
         return self.gain >= LOADED
+
+    @property
+    def crowded(self) -> int:
+        """The largest of its fleets that samples much less than in proportion to the next: so few engines have not memory enough for all
+        trajectories, which take turns in it and read their prompts again.  0: none."""
+        pairs = list(zip(self.engines, self.tokens_s, strict=True))
+        few = [
+            engines
+            for (engines, tokens_s), (more, most_s) in pairwise(pairs)
+            if most_s * engines > CROWDED * tokens_s * more
+        ]
+        return max(few, default=0)
 
     def engines_for(self, tokens_s: float) -> float:
         """The size that samples ``tokens_s``, between the smallest and the largest; never more than in proportion to the largest, whose

@@ -34,6 +34,7 @@ from rose.sim.plan_words import document, far_off, measure_next, text
 from rose.sim.scenario import Scenario
 from rose.sim.summary import Misses, compare_misses
 from rose.sim.traffic import from_trace, generated
+from rose.sim.worth import Yardstick
 from tests.sim.prometheus_server import BEGIN_S, SPAN_S, scrape
 
 SMALL = {
@@ -149,6 +150,14 @@ def test_draws_from_a_handful_of_requests_are_no_verdict(plan: CapacityPlan, tmp
     assert "2 requests of 3 s were read" in text(told)
     assert measure_next(told)[0].startswith("a longer stretch")
     assert not any("cells.seconds=" in line for line in measure_next(told))
+
+
+def test_a_fleet_too_small_for_all_trajectories_is_explained(plan: CapacityPlan) -> None:
+    crowded = Yardstick(engines=(1, 2, 3), tokens_s=(1000.0, 3200.0, 4800.0))
+
+    assert "On 1 engine not all trajectories find room" in render(replace(plan, yardstick=crowded))
+    even = Yardstick(engines=(1, 2, 3), tokens_s=(1000.0, 1900.0, 2700.0))
+    assert "find room" not in render(replace(plan, yardstick=even))
 
 
 def test_where_no_assumption_can_be_told_no_range_is_stated(plan: CapacityPlan) -> None:

@@ -137,6 +137,7 @@ def test_worth_is_read_off_the_curve_and_never_above_proportion() -> None:
     )  # too few for all trajectories' memory
     assert thrashing.engines_for(80.0) == 2
     assert Yardstick(engines=(2, 4), tokens_s=(0.0, 0.0)).engines_for(5.0) == 2
+    assert (curve.crowded, thrashing.crowded) == (0, 4)
 
 
 @pytest.mark.parametrize(
