@@ -80,6 +80,10 @@ CLAIMS = (
         benchmark="faults", keys=("late", "silence_s_faults_median", "silence_s_faults_max", "silence_s_alone_max"), form="{:.2f}", bar=(0, "<=", 0.0), every=True,
     ),
     Claim(
+        text="10,000 random changes of loans between two processes with kills: pages of the device, the most that the kernel ever counted, and pages that did not come back", benchmark="churn",
+        keys=("total_pages", "worst_pages", "left_pages"), form="{:.0f}",
+    ),
+    Claim(
         text="50 times on and off beside requests of every kind, production restarted three times while lent: requests that failed, answers that differ from stock vLLM's",
         benchmark="cycles", keys=("errors", "different_from_stock"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
     ),
