@@ -14,6 +14,7 @@ from rose.coserve.links import WeightLoop
 from rose.coserve.node import Node
 from rose.coserve.records import Mode, Phase, RolloutLease, ServingLease, phase_name
 from rose.errors import RoseError
+from rose.policy.admission import Rule
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending
 from rose.policy.lending_policy import LendingPolicy
@@ -96,7 +97,7 @@ def status(node: Node) -> dict[str, Any]:
             + (", stops at layers" if node.stop_at_layers else "")
             + (
                 f", leaves {node.first_token_reserve:.0%} of the first-token limit"
-                if node.first_token_reserve
+                if node.first_token_reserve and node.rule is Rule.SLACK
                 else ""
             ),
             **_lending(node.policy),

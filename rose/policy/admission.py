@@ -254,6 +254,11 @@ class AdmissionParams:
     recheck_s: float = 0.1
     """A closed gate looks again after this long, should serving have died without a last word."""
 
+    @property
+    def reserve_s(self) -> float:
+        """``first_token_reserve_s``, where the rule has one."""
+        return self.first_token_reserve_s if self.rule is Rule.SLACK else 0.0
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.guard_s < math.inf:
             raise ConfigError(f"{self.guard_s} is not a number of seconds", field="guard_s")
@@ -359,8 +364,7 @@ def admit(
     if params.serialise and board.busy:
         wake_at_s = now_s + params.recheck_s
         return Admission(token_budget=0, wake_at_s=wake_at_s, reason="a serving step runs")
-    reserve_s = params.first_token_reserve_s if params.rule is Rule.SLACK else 0.0
-    slack_s, which = slack(now_s, board, params.guard_s, serving_model, reserve_s)
+    slack_s, which = slack(now_s, board, params.guard_s, serving_model, params.reserve_s)
     chunk = demand.num_decodes + params.max_prefill_tokens
     if slack_s == math.inf:
         # Requests without a deadline: protected by the chunk alone.

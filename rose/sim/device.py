@@ -573,8 +573,8 @@ class SimDevice:
             answer = admit(now_s, board=board, model=model, params=self.params, demand=demand)
             self.slack_s = answer.slack_s
             if board.ttft_deadline_s is not None:
-                reserve_s = self.params.first_token_reserve_s if self.params.rule is Rule.SLACK else 0.0
-                self._ttft_slack_s = board.ttft_deadline_s - now_s - self.params.guard_s - reserve_s
+                kept_s = self.params.guard_s + self.params.reserve_s
+                self._ttft_slack_s = board.ttft_deadline_s - now_s - kept_s
             tokens = answer.token_budget
             if tokens <= 0:
                 self.closed = True
