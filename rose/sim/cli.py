@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.errors import ConfigError
+from rose.evaluation.page import make_folder
 from rose.progress import Bars
 from rose.sim.arrivals import make_arrivals
 from rose.sim.fleet import simulate_fleet, write_fleet_report
@@ -70,10 +71,7 @@ def sim(
     if journal is not None and len(names) != 1:
         raise ConfigError("needs a single system", field="--journal", fix="add --system NAME")
     span = _window(window)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be made: {error.strerror}", field="--out") from error
+    make_folder(out)
     if config.mode == "fleet":
         for field, given in (("--journal", journal), ("--window", window), ("--check", check)):
             if given:

@@ -164,11 +164,14 @@ class Hardware:
                 self.rollout_pages(fleet.wide_gpus, "fleet.wide_gpus")
         shared = [(self.serving_model, fleet.serving_gpus, "fleet.serving_gpus")] if fleet.serving else []
         shared.append((self.policy_model, fleet.rollout_gpus, "fleet.rollout_gpus"))
+        if fleet.wide:
+            shared.append((self.policy_model, fleet.wide_gpus, "fleet.wide_gpus"))
         for model, num_gpus, field in shared:
             if model.num_heads % num_gpus:  # as vLLM refuses it
                 raise ConfigError(
                     f"{num_gpus} GPUs cannot share the {model.num_heads} attention heads of a model in equal parts",
                     field=field,
+                    fix="a divisor of it",
                 )
         self.rollout_steps(fleet.rollout_gpus)
         self.serving_steps()

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from rose.errors import ConfigError
+from rose.evaluation.page import make_folder
 from rose.progress import Bars
 from rose.sim.metrics_source import MAX_ENGINES, read_scrapes, traffic_of
 from rose.sim.plan import GPU_HOUR_PRICE, make_plan
@@ -108,10 +109,7 @@ def plan(
     if match and prometheus is None:
         raise ConfigError("is for --prometheus", field="--match")
     config, is_named = load(scenario, overrides or [])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be made: {error.strerror}", field="--out") from error
+    make_folder(out)
     with Bars(24) as progress:
         bar = progress.add_task("reading", total=1.0)
 

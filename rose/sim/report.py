@@ -111,12 +111,11 @@ def render(runs: Sequence[SimResult]) -> str:
     doc = document(runs)
     rows = {run.system.name: summarize(run) for run in runs}
     base = doc["details"]["baseline"]
-    speedups = {name: doc["summary"][f"{name}.speedup"] for name in rows}
     parts = [
         f"<h1>{escape(scenario.title or scenario.name)}</h1>",
         f'<p class="lead">Simulated, not measured. {len(runs)} systems, the same workload and seed ({scenario.seed}). '
         f"Speed-up is in time per RL step, against <b>{escape(base)}</b>.</p>",
-        _tiles(runs, rows, speedups, doc["summary"]),
+        _tiles(runs, rows, doc["summary"]),
         '<div class="grid2">',
         _section("Time per RL step", "Shorter is better; from batch to batch.", _step_chart(runs, rows)),
         _section(
@@ -134,29 +133,23 @@ def render(runs: Sequence[SimResult]) -> str:
         _section(
             "All figures",
             "slo_missed is of each run's own time, so runs of other lengths are not compared by it; misses_added compares the same requests.",
-            _table(runs, rows, speedups, doc["summary"]),
+            _table(runs, rows, doc["summary"]),
         ),
         _section("Scenario", "", f"<pre>{escape(scenario.model_dump_json(indent=1))}</pre>"),
     ]
     return whole_page(f"{scenario.name}: simulation", "".join(parts))
 
 
-def _tiles(
-    runs: Sequence[SimResult],
-    rows: dict[str, Row],
-    speedups: dict[str, float | None],
-    summary: dict[str, Any],
-) -> str:
+def _tiles(runs: Sequence[SimResult], rows: dict[str, Row], summary: dict[str, Any]) -> str:
     tiles: list[str] = []
     for run in runs:
         name = run.system.name
         missed, added = rows[name]["slo_missed"], summary[f"{name}.misses_added"]
+        speedup = summary[f"{name}.speedup"]
         note = "" if missed is None else f"{missed:.2%} of production over its limits, in this run's own time"
         if added is not None:
             note = f"{added:+.2%} of production's requests made late by it"
-        value = (
-            f"{speedups[name]:.2f}x" if speedups[name] is not None else missing_steps(run) or "no baseline"
-        )
+        value = f"{speedup:.2f}x" if speedup is not None else missing_steps(run) or "no baseline"
         tiles.append(
             f'<div class="tile"><div class="label">{escape(run.system.label)}</div>'
             f'<div class="value">{value}</div><div class="note">{note}</div></div>'
@@ -224,15 +217,10 @@ def _turns_chart(runs: Sequence[SimResult]) -> str:
     return line_chart(series, x, y, title="Turns on extra engines", dots=False) + legend(entries)
 
 
-def _table(
-    runs: Sequence[SimResult],
-    rows: dict[str, Row],
-    speedups: dict[str, float | None],
-    summary: dict[str, Any],
-) -> str:
+def _table(runs: Sequence[SimResult], rows: dict[str, Row], summary: dict[str, Any]) -> str:
     head = "".join(f"<th>{escape(run.system.name)}</th>" for run in runs)
     body = [
-        _line("speed-up", [speedups[run.system.name] for run in runs]),
+        _line("speed-up", [summary[f"{run.system.name}.speedup"] for run in runs]),
         _line(
             "misses_added <span class='ci'>production's requests late beside its rollouts and not without, less those late only without</span>",
             [summary[f"{run.system.name}.misses_added"] for run in runs],
