@@ -216,16 +216,17 @@ def _node(path: Path, cache: Any, *, peer: bool) -> list[Any]:
     from rose.coserve.node_dir import NodeDir
     from rose.coserve.records import Mode, NodeState, RolloutLease
     from tests.plugin import harness
+    from tests.plugin.stand_in import Beating
     from vllm_plugin.compat import OS_PAGE_BYTES
     from vllm_plugin.memory import ChunkPlan
 
     os.environ |= {"ROSE_ROLE": "serving", "ROSE_DIR": str(path)}
-    node, long_ns = NodeDir(path), time.monotonic_ns() + 10**13
+    node = NodeDir(path)
     keep: list[Any] = [
         harness.write_rank(
             path, "serving", mapped=True, num_chunks=ChunkPlan.of(cache, OS_PAGE_BYTES).num_chunks
         ),
-        node.node_writer(),
+        Beating(node.node_writer()),
     ]
     keep[1].write(
         NodeState(
@@ -233,12 +234,11 @@ def _node(path: Path, cache: Any, *, peer: bool) -> list[Any]:
             has_serving=1,
             slo_ttft_ns=10**9,
             slo_tpot_ns=10**8,
-            heartbeat_ns=long_ns,
         )
     )
     if peer:
-        keep.append(node.rollout_lease_writer())
-        keep[-1].write(RolloutLease(heartbeat_ns=long_ns))
+        keep.append(Beating(node.rollout_lease_writer()))
+        keep[-1].write(RolloutLease())
     return keep
 
 

@@ -116,17 +116,10 @@ def _agents_file(path: Path, stack: contextlib.ExitStack) -> Path:
     """What a node agent in mode ``observe`` says, for as long as the benchmark runs."""
     from rose.coserve.node_dir import NodeDir
     from rose.coserve.records import Mode, NodeState
+    from tests.plugin.stand_in import Beating
 
-    writer = stack.enter_context(NodeDir(path).node_writer())
-    writer.write(
-        NodeState(
-            mode=Mode.OBSERVE,
-            has_serving=1,
-            slo_ttft_ns=10**9,
-            slo_tpot_ns=10**8,
-            heartbeat_ns=time.monotonic_ns() + 10**13,
-        )
-    )
+    writer = stack.enter_context(Beating(NodeDir(path).node_writer()))
+    writer.write(NodeState(mode=Mode.OBSERVE, has_serving=1, slo_ttft_ns=10**9, slo_tpot_ns=10**8))
     return path
 
 

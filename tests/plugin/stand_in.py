@@ -10,12 +10,57 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from rose.coserve.ledger import RecordWriter
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState, Phase, ServingBoard, ServingLease
 
 S = 1_000_000_000
+BEAT_S = 0.2
+R = TypeVar("R")
+
+
+class Beating(Generic[R]):
+    """A shared record whose owner lives: its last word stands, with a fresh heartbeat every 0.2 s.  No beat wakes a reader."""
+
+    def __init__(self, writer: RecordWriter[R]) -> None:
+        self._writer = writer
+        self._record: R | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def write(self, record: R) -> None:
+        """Say ``record`` from now on; its heartbeat is the clock's."""
+        with self._lock:
+            self._record = record
+            self._put(record)
+
+    def wake(self) -> None:
+        self._writer.wake()
+
+    def close(self) -> None:
+        """Nothing is being written when this returns."""
+        self._stop.set()
+        self._thread.join()
+        self._writer.close()
+
+    def __enter__(self) -> Beating[R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, record: Any) -> None:
+        self._writer.write(dataclasses.replace(record, heartbeat_ns=time.monotonic_ns()))
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            with self._lock:
+                if self._record is not None:
+                    self._put(self._record)
 
 
 class Host:
@@ -73,7 +118,7 @@ class Host:
                 self._board_writer.wake()
 
     def _beat(self) -> None:
-        while not self._stop.wait(0.2):
+        while not self._stop.wait(BEAT_S):
             self._write()
 
     def close(self) -> None:

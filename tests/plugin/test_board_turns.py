@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState, RolloutLease
 from tests.plugin import harness
+from tests.plugin.stand_in import Beating
 from tests.tiny_model import write_tiny_model
 from vllm_plugin import compat, internals
-
-HOUR_NS = 3600 * 10**9
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ class Device:
         from vllm_plugin.scheduler import ServingScheduler
 
         self.node = NodeDir(path)
-        self._agent = self.node.node_writer()
+        self._agent = Beating(self.node.node_writer())
         self._peer: Any = None
         self._rank = harness.write_rank(path, "serving", mapped=True)
         self.scheduler = harness.build(ServingScheduler, config)
@@ -45,12 +43,12 @@ class Device:
         self.mode(Mode.ON)
 
     def mode(self, mode: Mode) -> None:
-        self._agent.write(NodeState(mode=mode, has_serving=1, heartbeat_ns=time.monotonic_ns() + HOUR_NS))
+        self._agent.write(NodeState(mode=mode, has_serving=1))
 
     def peer(self, lives: bool) -> None:
         if lives and self._peer is None:
-            self._peer = self.node.rollout_lease_writer()
-            self._peer.write(RolloutLease(heartbeat_ns=time.monotonic_ns() + HOUR_NS))
+            self._peer = Beating(self.node.rollout_lease_writer())
+            self._peer.write(RolloutLease())
         elif not lives and self._peer is not None:
             self._peer.close()
             self._peer = None

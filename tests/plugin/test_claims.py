@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
 from tests.plugin.conftest import ON_NEWEST
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 from tests.tiny_model import write_tiny_model
 
 LENT_PAGES = 12
@@ -37,9 +36,8 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str
     monkeypatch.setenv("ROSE_ROLE", "serving")
     from vllm_plugin.scheduler import ServingScheduler
 
-    rank, agent = harness.write_rank(node, "serving", mapped=False), NodeDir(node).node_writer()
-    far_ns = time.monotonic_ns() + 10**12
-    agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1, heartbeat_ns=far_ns))
+    rank, agent = harness.write_rank(node, "serving", mapped=False), Beating(NodeDir(node).node_writer())
+    agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1))
     config.scheduler_config.max_num_seqs = SEATS
     scheduler = harness.build(ServingScheduler, config)
     scheduler.rose_attach(harness.engine())

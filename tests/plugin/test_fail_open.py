@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from rose.errors import LedgerError
 from rose.policy.compat import row_of_number
 from rose.policy.coserving import serving
 from tests.plugin import harness
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 
 WORD_AT = 1024  # the slots lie before it
 HOOKS = [
@@ -110,11 +109,11 @@ def scribbled(scheduler: Any, path: Path) -> bool:
 @pytest.fixture(params=[False, True], ids=["alone", "beside"])
 def told(request: pytest.FixtureRequest, scheduler: Any, node_dir: Path) -> Iterator[Any]:
     """The scheduler without and with a rollout engine that is told of every step."""
-    writers: list[RecordWriter[Any]] = []
+    writers: list[Beating[Any]] = []
     if request.param:
         node = NodeDir(node_dir)
-        writers += [node.node_writer(), node.rollout_lease_writer()]
-        writers[0].write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+        writers += [Beating(node.node_writer()), Beating(node.rollout_lease_writer())]
+        writers[0].write(NodeState(mode=Mode.ON, has_serving=1))
         writers[1].write(RolloutLease())
     eventually(
         lambda: scheduler.rose._board.watched == request.param, "it is known whether a rollout engine lives"
@@ -219,10 +218,8 @@ def test_a_strangers_mark_in_the_middle_of_a_round_does_not_become_ours(
 @pytest.fixture
 def agent(node_dir: Path) -> Iterator[Any]:
     """A node agent that asks for four chunks, for ever."""
-    writer = NodeDir(node_dir).node_writer()
-    writer.write(
-        NodeState(mode=Mode.ON, has_serving=1, lend_pages=4, heartbeat_ns=time.monotonic_ns() + 10**12)
-    )
+    writer = Beating(NodeDir(node_dir).node_writer())
+    writer.write(NodeState(mode=Mode.ON, has_serving=1, lend_pages=4))
     yield writer
     writer.close()
 
@@ -303,7 +300,7 @@ def test_a_living_peer_whose_lease_is_damaged_holds_what_was_lent_until_it_mends
     with NodeDir(node_dir).rollout_lease_writer() as peer:
         peer.write(RolloutLease(reserved_pages=4))
         os.truncate(node_dir / "rollout.lease", size)
-        agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+        agent.write(NodeState(mode=Mode.OFF, has_serving=1))
         agent.wake()
         eventually(lambda: lender.lease.read().stranded_pages, "what does not come back is named")  # type: ignore[union-attr]
         assert len(lender.scheduler.rose.balloon.inflated) == 4
@@ -318,7 +315,7 @@ def test_pages_of_a_worker_that_outlives_its_engine_core_are_waited_for(
 ) -> None:
     """The core's lease says nothing any more once it is dead; the memory is its workers'."""
     worker = harness.write_rank(node_dir, "rollout", mapped=True, num_chunks=4)
-    agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent.write(NodeState(mode=Mode.OFF, has_serving=1))
     agent.wake()
     eventually(lambda: lender.lease.read().lent_pages == 0, "they are asked back")
     beats = {lender.lease.read().heartbeat_ns}  # type: ignore[union-attr]
@@ -340,9 +337,7 @@ def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
     peer.write(RolloutLease(reserved_pages=3))
 
     def lent(pages: int) -> Any:
-        return NodeState(
-            mode=Mode.ON, has_serving=1, lend_pages=pages, heartbeat_ns=time.monotonic_ns() + 10**12
-        )
+        return NodeState(mode=Mode.ON, has_serving=1, lend_pages=pages)
 
     agent.write(lent(0))
     agent.wake()
@@ -394,7 +389,7 @@ def test_a_deleted_file_strands_nothing_and_is_there_again(
     assert lost
     for path in lost:
         path.unlink()
-    agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent.write(NodeState(mode=Mode.OFF, has_serving=1))
     agent.wake()
     eventually(lender.gets_everything_back, "all chunks are back in the pool")
     assert lender.scheduler.rose.failed is None
@@ -422,9 +417,7 @@ def test_chunks_taken_before_an_exception_are_not_lost(
 
     free = lender.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() + 4 * 32
     monkeypatch.setattr(internals, "take_block", broken)
-    agent.write(
-        NodeState(mode=Mode.ON, has_serving=1, lend_pages=8, heartbeat_ns=time.monotonic_ns() + 10**12)
-    )
+    agent.write(NodeState(mode=Mode.ON, has_serving=1, lend_pages=8))
     agent.wake()
     eventually(lambda: lender.turn() and lender.scheduler.rose.failed, "the hook breaks")
     eventually(lender.gets_everything_back, "all chunks are back in the pool")

@@ -22,6 +22,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.policy.coserving.hits import longest_hit, window_blocks
 from tests.plugin import harness
+from tests.plugin.stand_in import Beating
 from tests.plugin.test_kv_cache_table import cache_of
 from tests.tiny_model import write_tiny_model
 from tests.tiny_shapes import write_shape
@@ -109,8 +110,8 @@ def _request(name: str, prompt: list[int], max_tokens: int, adapter: int = 0) ->
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Any]:
     """The node agent's file: mode on, nothing lent yet."""
-    with NodeDir(tmp_path / "n").node_writer() as node:
-        node.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns()))
+    with Beating(NodeDir(tmp_path / "n").node_writer()) as node:
+        node.write(NodeState(mode=Mode.ON, has_serving=1))
         yield node
 
 
@@ -424,8 +425,7 @@ def test_an_idle_engine_is_left_alone_while_what_is_asked_for_lies_in_kept_chunk
         pair.say(_prompt(rng))
     side = pair.ours.rose
     side.seam.engine = harness.engine()
-    far_ns = time.monotonic_ns() + 3600 * 10**9
-    wish = NodeState(mode=Mode.ON, has_serving=1, lend_pages=15, max_loss_ppm=10_000, heartbeat_ns=far_ns)
+    wish = NodeState(mode=Mode.ON, has_serving=1, lend_pages=15, max_loss_ppm=10_000)
     agent.write(wish)
     side.seam.notifier.wait(0.0)  # of the steps before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from rose.policy.coserving.loans import AgentSaid, LoanBook
 from rose.policy.coserving.search import LoanSearch
 from rose.policy.coserving.steps import StepBook
 from tests.plugin import harness
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 from vllm_plugin import loan_log
 from vllm_plugin.loan_log import LoanLog
 
@@ -83,9 +82,11 @@ def scheduler(folder: Path, config: Any, node_dir: Path) -> Iterator[Any]:
     """vLLM's, with the side's background thread; 12 of 16 pages go out."""
     from vllm_plugin.scheduler import ServingScheduler
 
-    rank, agent = harness.write_rank(node_dir, "serving", mapped=False), NodeDir(node_dir).node_writer()
-    far_ns = time.monotonic_ns() + 10**12
-    wish = NodeState(mode=Mode.ON, lend_pages=12, has_serving=1, heartbeat_ns=far_ns)
+    rank, agent = (
+        harness.write_rank(node_dir, "serving", mapped=False),
+        Beating(NodeDir(node_dir).node_writer()),
+    )
+    wish = NodeState(mode=Mode.ON, lend_pages=12, has_serving=1)
     agent.write(wish)
     scheduler = harness.build(ServingScheduler, config)
     scheduler.rose_attach(harness.engine())

@@ -12,7 +12,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 from tests.tiny_model import write_tiny_model
 from vllm_plugin.serving_lease import HEARTBEAT_S
 from vllm_plugin.watch import Notifier
@@ -28,8 +28,8 @@ def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pyte
     from vllm_plugin.scheduler import RolloutScheduler, ServingScheduler
 
     ranks = [harness.write_rank(node, role, mapped=role == "serving") for role in ("serving", "rollout")]
-    agent = NodeDir(node).node_writer()
-    agent.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent = Beating(NodeDir(node).node_writer())
+    agent.write(NodeState(mode=Mode.ON, has_serving=1))
     monkeypatch.setenv("ROSE_ROLE", "serving")
     serving = harness.build(ServingScheduler, config)
     monkeypatch.setenv("ROSE_ROLE", "rollout")

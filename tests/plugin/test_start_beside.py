@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rose.coserve.records import Mode, NodeState, Phase, RankState, RolloutLease
 from tests.engine_launcher import EngineServer
 from tests.plugin import harness
 from tests.plugin.churn import TOTAL_PAGES, Child
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 from tests.tiny_model import write_tiny_model
 from vllm_plugin.roles import ENV_PEER_PAGES
 
@@ -29,13 +28,12 @@ class Device:
 
     def __init__(self, folder: Path) -> None:
         self.dir = NodeDir(folder / "node")
-        self.agent = self.dir.node_writer()
+        self.agent = Beating(self.dir.node_writer())
         self.serving, self.rollout = Child("serving", folder / "model"), Child("rollout", folder / "model")
         self.lease_reader = self.dir.serving_lease()
 
     def lend(self, pages: int) -> None:
-        far_ns = time.monotonic_ns() + 10**12
-        self.agent.write(NodeState(mode=Mode.ON, has_serving=1, lend_pages=pages, heartbeat_ns=far_ns))
+        self.agent.write(NodeState(mode=Mode.ON, has_serving=1, lend_pages=pages))
         self.agent.wake()
 
     def lease(self) -> ServingLease:

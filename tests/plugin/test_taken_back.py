@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
-from tests.plugin.stand_in import eventually
+from tests.plugin.stand_in import Beating, eventually
 from tests.tiny_model import write_tiny_model
 
 LENT_PAGES = 12
@@ -28,9 +27,8 @@ def test_what_came_back_is_not_lent_again_before_a_step_could_use_it(
     from vllm_plugin.scheduler import ServingScheduler
 
     # A rank that unmaps nothing: a chunk that is claimed is back at once.
-    rank, agent = harness.write_rank(node, "serving", mapped=True), NodeDir(node).node_writer()
-    far_ns = time.monotonic_ns() + 10**12
-    agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1, heartbeat_ns=far_ns))
+    rank, agent = harness.write_rank(node, "serving", mapped=True), Beating(NodeDir(node).node_writer())
+    agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1))
     config = harness.engine_config(tmp_path / "model")
     config.scheduler_config.max_num_seqs = 512
     config.scheduler_config.max_num_batched_tokens = 1 << 16
