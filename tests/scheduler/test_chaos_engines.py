@@ -26,6 +26,8 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_TRAJECTORIES = 20
+GROUP_SIZE = 2
+NUM_PLAYERS = 5
 NUM_TURNS = 3
 MAX_TOKENS = 32
 PROMPT_TOKENS = 12
@@ -126,7 +128,7 @@ async def test_20_trajectories_on_real_engines_survive_kills_and_stops(
     progress, killed, back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def play(number: int) -> str:
-        name = await client.create(number)
+        name = await client.create(number, GROUP_SIZE)
         context = [10 + (7 * number + 3 * at) % 200 for at in range(PROMPT_TOKENS)]
         for turn in range(NUM_TURNS):
             sampling = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
@@ -182,16 +184,20 @@ async def test_20_trajectories_on_real_engines_survive_kills_and_stops(
         names: list[str] = []
 
         async def play_until(is_so: Callable[[], bool]) -> None:
-            """Half of the trajectories, and two by two as many more as it takes: however fast turns are, there is work for who is to be hurt."""
-            count = NUM_TRAJECTORIES // 2
-            while True:
-                first = len(names)
-                names.extend(await asyncio.gather(*(play(number) for number in range(first, first + count))))
-                if hurts.done():
-                    hurts.result()  # says why
-                if is_so():
-                    return
-                count = 2
+            """At least half of the groups; then whenever one has ended another begins, however many it takes: who waits for a stopped engine keeps
+            nobody else from going on.
+            """
+            groups = itertools.count(len(names) // GROUP_SIZE)
+            least = (len(names) + NUM_TRAJECTORIES // 2) // GROUP_SIZE
+
+            async def player() -> None:
+                while (group := next(groups)) < least or not is_so():
+                    first = group * GROUP_SIZE
+                    names.extend(await asyncio.gather(*(play(first + at) for at in range(GROUP_SIZE))))
+                    if hurts.done():
+                        hurts.result()  # says why
+
+            await asyncio.gather(*(player() for _ in range(NUM_PLAYERS)))
 
         async def came(event: asyncio.Event) -> None:
             waiting = asyncio.create_task(event.wait())
