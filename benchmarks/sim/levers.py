@@ -19,7 +19,9 @@ tuned again for a lever.  Levers, each alone, and in ``all`` those that cost no 
 - ``batching``: short rounds begin 24 groups and train on the first 16 that are complete, and after two of them a long one has the other 16 (``job.tail_groups = 8``).  Judged over two
   such cycles, six steps, beside ``longer``: six steps without a lever.  ``length``: mean tokens of a trajectory that is trained on, over those of ``longer``; ``short_length``: of short rounds over
   all rounds of the run;
-- ``surplus``: the same, and each group of a short round has four members more than it takes, the first to end (``job.tail_members = 4``): it trains on shorter samples.  Neither is in the DAPO cells, whose steps begin more groups than they take as it is.
+- ``reserve``: rollout steps leave a fifth of the first token's limit unspent (``gate.first_token_reserve = 0.2``), ROSE alone: it is for ``misses_added``, at
+  what its gain says;
+- ``surplus``: the same as ``batching``, and each group of a short round has four members more than it takes, the first to end (``job.tail_members = 4``): it trains on shorter samples.  Neither is in the DAPO cells, whose steps begin more groups than they take as it is.
 
 Gain: step time without a lever over with it, same seed, on ``fixed`` and on ``rose``.  ``harvest``: step time of ``fixed`` over ``rose``'s, both with the
 lever: what is left of it is harvesting's; ``over_tuned``: of ``fixed`` without the lever over ``rose``'s with it, since a lever that ``fixed`` is worse off with flatters
@@ -49,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.pool import NUM_CORES, each_result, processes  # noqa: E402
 from benchmarks.lib.report import Report, write  # noqa: E402
-from benchmarks.sim.paper_cells import CELLS, MOST_ADDED, Cell, Setting, arrivals_of, scenario_of  # noqa: E402
+from benchmarks.sim.paper_cells import CELLS, MOST_ADDED, RESERVE, Cell, Setting, arrivals_of, scenario_of  # noqa: E402
 from rose.errors import ConfigError  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.sim.job import SimStep  # noqa: E402
@@ -73,6 +75,7 @@ LEVERS["all"] = {
 LEVERS["wide"] = {"scheduler": {"tail_fraction": 0.1}}
 """And the engines of :func:`half_wide`; this and those below are none of ``all``."""
 LEVERS["copies"] = {"job": {"copies": 16}}
+LEVERS["reserve"] = {"gate": {"first_token_reserve": RESERVE}}
 LEVERS["longer"] = {}
 LEVERS["batching"] = {"job": {"tail_groups": 8}}
 LEVERS["surplus"] = {"job": {"tail_groups": 8, "tail_members": 4}}
@@ -81,7 +84,7 @@ STEPS = {"longer": 6, "batching": 6, "surplus": 6}
 """Where not as many as without a lever: short and long rounds are fairly judged over whole cycles."""
 BESIDE = {"batching": "longer", "surplus": "longer"}
 """What a lever is compared with, where not with ``none``."""
-OF_ROSE = ("stops", "rounds", "tail", "copies")
+OF_ROSE = ("stops", "rounds", "tail", "copies", "reserve")
 """Levers that do nothing to a job by itself."""
 SYSTEMS = ("fixed", "rose")
 BATCH = 256

@@ -73,6 +73,8 @@ LONGEST_S = (0.0, 60.0, 300.0)
 TAIL = (0.0, 0.1, 0.2)
 MOST_ADDED = 0.0002
 """Of production's requests, that miss their limits beyond those that miss them without rollouts."""
+RESERVE = 0.2
+"""``gate.first_token_reserve`` of the tail engine; not searched, as the search looks at step times alone."""
 LIMIT_S = 7200.0
 NUM_STEPS = 2
 
@@ -109,7 +111,8 @@ class Arm:
     streamed: bool = False
     """Forward and backward of a group begin when it is complete: the user's gain with and without harvesting, so it is in the baseline and the ceiling too."""
     engine_levers: bool = False
-    """Rollout steps that stop at a layer, chunks of 512 tokens while production stands still, up to four rollout steps for each of production's."""
+    """Rollout steps that stop at a layer, chunks of 512 tokens while production stands still, up to four rollout steps for each of production's, and
+    a reserve of the first token's slack."""
     over: str = ""
     """The arm that its gain is over; empty: it is not judged."""
     rival: str = ""
@@ -208,7 +211,8 @@ def scenario_of(cell: Cell, arm: str, setting: Setting, seed: int) -> tuple[Scen
         }
     )
     job = job.model_copy(update={"streamed": what.streamed})
-    changed = {"fleet": fleet.model_copy(update=change), "scheduler": scheduler, "job": job}
+    gate = base.gate.model_copy(update={"first_token_reserve": RESERVE if what.engine_levers else 0.0})
+    changed = {"fleet": fleet.model_copy(update=change), "scheduler": scheduler, "job": job, "gate": gate}
     scenario = base.model_copy(update=changed)
     if not serving:
         scenario = scenario.model_copy(update={"heartbeat_s": 1.0})
