@@ -71,6 +71,12 @@ def sim(
     if journal is not None and len(names) != 1:
         raise ConfigError("needs a single system", field="--journal", fix="add --system NAME")
     span = _window(window)
+    if span is not None and span[0] >= config.duration_s:
+        raise ConfigError(
+            f"{window} begins behind the end of the run",
+            field="--window",
+            fix=f"within 0:{config.duration_s:g}",
+        )
     make_folder(out)
     if config.mode == "fleet":
         for field, given in (("--journal", journal), ("--window", window), ("--check", check)):

@@ -66,13 +66,12 @@ class Hardware:
 
     def rollout_steps(self, num_gpus: int) -> StepModel:
         """Step times of the policy model on so many GPUs."""
-        return self._steps(self._scenario.job.profile, self.policy_model, num_gpus)
+        return self._steps("job.profile", self._scenario.job.profile, self.policy_model, num_gpus)
 
     def serving_steps(self) -> StepModel:
         """Step times of the production model."""
-        return self._steps(
-            self._scenario.serving.profile, self.serving_model, self._scenario.fleet.serving_gpus
-        )
+        profile, num_gpus = self._scenario.serving.profile, self._scenario.fleet.serving_gpus
+        return self._steps("serving.profile", profile, self.serving_model, num_gpus)
 
     def rollout_attention_s(self, num_gpus: int) -> float:
         """See :func:`rose.sim.tables.attention_s`; 0 with a measured profile, whose price of a prompt token has it in."""
@@ -89,9 +88,16 @@ class Hardware:
             return 0.0
         return attention_s(self.gpu, model, num_gpus, compute_efficiency=self._scenario.efficiency.compute)
 
-    def _steps(self, profile: Path | None, model: ModelSpec, num_gpus: int) -> StepModel:
+    def _steps(self, field: str, profile: Path | None, model: ModelSpec, num_gpus: int) -> StepModel:
         if profile is not None:
-            return load_profile(profile).step_model()
+            try:
+                return load_profile(profile).step_model()
+            except ConfigError as error:
+                fix = (
+                    error.fix
+                    or "a file that rose profile wrote; a relative path begins at the scenario's folder"
+                )
+                raise ConfigError(f"{error.field} {error.message}", field=field, fix=fix) from error
         e = self._scenario.efficiency
         return step_model(
             self.gpu,

@@ -128,7 +128,7 @@ def plan(
             asked=asked,
             scrapes=scrapes,
             trace=trace,
-            progress=lambda share: show(share, "reading"),
+            progress=lambda share: show(share, "reading" if asked is None else f"asking {asked.url}"),
         )
         config = of_fleet(config, traffic, engines, is_named=is_named)
         result = make_plan(config, traffic, price=gpu_hour_price, progress=show)

@@ -97,6 +97,9 @@ def read_prometheus(
     asked: PrometheusQuery, progress: Callable[[float], None] = lambda share: None
 ) -> Metered:
     """
+    Args:
+        progress: Told before each query what share of them is answered: the first may take long.
+
     Raises:
         ConfigError: The server refuses, or has no such series.
         EngineError: It does not answer.
@@ -127,6 +130,7 @@ async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Me
     answers: dict[str, list[Any]] = {}
     async with open_client(headers) as client:
         for number, (name, query) in enumerate([*over_time.items(), *at_end.items()]):
+            progress(number / (len(over_time) + len(at_end)))
             if name in over_time:
                 route, when = (
                     "query_range",
@@ -138,11 +142,10 @@ async def _read(asked: PrometheusQuery, progress: Callable[[float], None]) -> Me
                 )
             else:
                 route, when = "query", {"time": f"{asked.end_s:.0f}"}
-            answers[name] = await _ask(client, asked.url, route, {"query": query, **when})
-            progress((number + 1) / (len(over_time) + len(at_end)))
+            answers[name] = await _ask(client, asked, route, {"query": query, **when})
         _check_step(asked, answers["held"])
         if not _points(answers["requests"]):
-            near = await _ask(client, asked.url, "query", {"query": NEAR, "time": f"{asked.end_s:.0f}"})
+            near = await _ask(client, asked, "query", {"query": NEAR, "time": f"{asked.end_s:.0f}"})
             raise _missing(asked, [str(_in(_in(each, "metric"), "__name__")) for each in near])
     return _metered(asked, answers)
 
@@ -173,8 +176,10 @@ def _missing(asked: PrometheusQuery, near: list[str]) -> ConfigError:
     )
 
 
-async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict[str, str]) -> list[Any]:
-    full = f"{url.rstrip('/')}/api/v1/{route}?{urlencode(parameters)}"
+async def _ask(
+    client: httpx.AsyncClient, asked: PrometheusQuery, route: str, parameters: dict[str, str]
+) -> list[Any]:
+    full = f"{asked.url.rstrip('/')}/api/v1/{route}?{urlencode(parameters)}"
     what = f"{parameters['query'][:80]}: "
     answer = await ask(
         client, "GET", full, timeout_s=TIMEOUT_S, max_bytes=MAX_ANSWER_BYTES, field=FIELD, what=what
@@ -185,11 +190,18 @@ async def _ask(client: httpx.AsyncClient, url: str, route: str, parameters: dict
             field=FIELD,
             fix="a file with its bearer token: --prometheus-token-file",
         )
+    document = None
     try:
         document = json.loads(answer.body)
         result = document["data"]["result"] if answer.status == 200 else None
     except (ValueError, KeyError, TypeError, RecursionError):
         result = None
+    if answer.status == 400 and isinstance(document, dict) and document.get("errorType") == "bad_data":
+        raise ConfigError(
+            f"is refused: {str(document.get('error'))[:300]!r}",
+            field="--match" if asked.match else FIELD,
+            fix="""labels as in PromQL: job="vllm",cluster=~"eu.*\"""",
+        )
     if not isinstance(result, list) or len(result) > MAX_SERIES:
         text = answer.body[:120].decode(errors="replace")
         raise ConfigError(

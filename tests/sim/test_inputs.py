@@ -98,6 +98,14 @@ def test_a_wrong_override_is_named_as_one(tmp_path: Path) -> None:
         load_scenario(path, ["fleet.device=h900"])
 
 
+def test_a_profile_that_cannot_be_read_is_named_with_its_setting(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('name = "s"\n[job]\nprofile = "mine.json"\n')
+
+    with pytest.raises(ConfigError, match=rf"s.toml:3: job.profile.*{tmp_path}/mine.json cannot be read"):
+        load_scenario(path)
+
+
 def test_a_scenario_describes_its_own_device_and_model_and_takes_measured_step_times(tmp_path: Path) -> None:
     profile = Profile(
         model="p",

@@ -441,6 +441,37 @@ def test_a_step_that_holds_too_few_scrapes_is_refused_with_one_that_holds_enough
         ask(stand_in(), replace(ASKED, step_s=45))
 
 
+def test_labels_that_prometheus_cannot_read_are_named_in_its_words() -> None:
+    """It was told that the URL is no Prometheus server's."""
+
+    async def main() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            told = {"status": "error", "errorType": "bad_data", "error": "parse error: unexpected identifier"}
+            return web.json_response(told, status=400)
+
+        async with answering(answer) as url:
+            await asyncio.to_thread(read_prometheus, replace(ASKED, url=url, match="job=vllm"))
+
+    with pytest.raises(ConfigError, match="--match: is refused: 'parse error: unexpected identifier'"):
+        asyncio.run(main())
+
+
+def test_it_is_said_that_prometheus_is_asked_before_it_answers() -> None:
+    """One that hung was silence for two minutes."""
+    said: list[float] = []
+
+    async def main() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            assert said == [0.0]
+            return web.Response(status=503)
+
+        async with answering(answer) as url:
+            await asyncio.to_thread(read_prometheus, replace(ASKED, url=url), said.append)
+
+    with pytest.raises((ConfigError, EngineError), match="503"):
+        asyncio.run(main())
+
+
 def test_a_token_is_sent_and_its_lack_is_named() -> None:
     check_the_fleet(ask(stand_in(token="secret"), replace(ASKED, token="secret")))
     with pytest.raises(ConfigError, match=r"answered 401.*--prometheus-token-file"):

@@ -309,6 +309,17 @@ def test_a_journal_of_several_systems_is_refused(tmp_path: Path) -> None:
         CliRunner().invoke(app, command, catch_exceptions=False)
 
 
+def test_a_window_behind_the_end_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('name = "s"\nduration_s = 120.0\n')
+
+    with pytest.raises(ConfigError, match="--window: 200:300 begins behind the end of the run.*within 0:120"):
+        CliRunner().invoke(
+            app,
+            ["sim", "--scenario", str(tmp_path / "s.toml"), "--window", "200:300"],
+            catch_exceptions=False,
+        )
+
+
 def test_a_run_that_was_summed_up_later_is_of_the_code_that_was_measured() -> None:
     path = evidence.RESULTS / "training" / "demo-moving-turns" / "2026-11-22.json"
     (run,) = evidence.all_runs([path])
