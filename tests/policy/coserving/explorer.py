@@ -111,10 +111,13 @@ LARGER = (
     Bounds(kills=1, production_kills=1, silences=1, max_states=4_000_000),
     Bounds(kills=1, unlinks=2, max_states=4_000_000),
     Bounds(production_kills=2, unlinks=1, max_states=4_000_000),
-    Bounds(chunks=3, kills=1, max_states=4_000_000),
+    Bounds(chunks=3, silences=1),
+    Bounds(chunks=3, production_kills=1),
+    Bounds(chunks=3, lost_wakes=1, delayed=True),
 )
-"""Minutes: ``python -m tests.policy.coserving.explorer``."""
+"""A quarter of an hour: ``python -m tests.policy.coserving.explorer``.  Three chunks and a death of the rollout engine are more than four million states."""
 
 if __name__ == "__main__":
     for each in LARGER:
-        print(each, explore(each), flush=True)
+        print(each, end=": ", flush=True)
+        print(explore(each), flush=True)
