@@ -312,7 +312,9 @@ def test_a_journal_of_several_systems_is_refused(tmp_path: Path) -> None:
 def test_a_window_behind_the_end_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text('name = "s"\nduration_s = 120.0\n')
 
-    with pytest.raises(ConfigError, match="--window: 200:300 begins behind the end of the run.*within 0:120"):
+    with pytest.raises(
+        ConfigError, match=r"--window: 200:300 begins behind the end of the run.*within 0:120"
+    ):
         CliRunner().invoke(
             app,
             ["sim", "--scenario", str(tmp_path / "s.toml"), "--window", "200:300"],
