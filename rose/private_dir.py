@@ -198,8 +198,11 @@ def _require_private(info: os.stat_result, path: str, mode: str, others: int = _
             fix="run everything of a device as one user, in a directory of its own",
         )
     if info.st_mode & others:
+        fix = f"chmod {mode} {path}"
+        if info.st_mode & stat.S_ISVTX:  # /tmp, /dev/shm: to close it would take it from everybody else
+            fix = f"name a directory of its own below it, as {path}/rose"
+        elif stat.S_ISDIR(info.st_mode):
+            fix += " if nothing else uses it; else name a directory of its own below it"
         raise LedgerError(
-            f"has mode {stat.S_IMODE(info.st_mode):04o}: it is open to others",
-            field=path,
-            fix=f"chmod {mode} {path}",
+            f"has mode {stat.S_IMODE(info.st_mode):04o}: it is open to others", field=path, fix=fix
         )

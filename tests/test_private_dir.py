@@ -224,3 +224,17 @@ def test_a_token_file_of_another_user_is_refused(public: Path) -> None:
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match=rf"token_file: .*belongs to user {STRANGER}"):
         Tokens.load(path)
+
+
+def test_nobody_is_told_to_close_a_directory_that_others_use(public: Path) -> None:
+    """``dir = "/dev/shm"``, its last part forgotten: the mend that was offered took it from everybody else on the host."""
+    public.chmod(0o1777)
+    with pytest.raises(LedgerError) as caught:
+        write(public)
+    assert caught.value.fix == f"name a directory of its own below it, as {public}/rose"
+
+    public.chmod(0o755)
+    with pytest.raises(
+        LedgerError, match=f"chmod 700 {public} if nothing else uses it; else name a directory"
+    ):
+        write(public)
