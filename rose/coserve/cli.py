@@ -19,7 +19,9 @@ import typer
 from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.standing import standing
+from rose.coserve.state_file import keep_off
 from rose.errors import AgentHangs, ConfigError, EngineError, RoseError
 from rose.node_client import ControlClient
 from rose.open_files import raise_limit
@@ -137,14 +139,19 @@ def off(
 ) -> None:
     """Take everything back, and prove it.  Production is not restarted.
 
-    Exit code 1 if the rollout engine still holds something, 3 if the agent is there and does not answer: then with what the shared files
-    say of who holds what.
+    Exit code 1 if the rollout engine still holds something, 3 if no agent answers: then with what the shared files say of who holds what,
+    and the order is kept for an agent that goes on, or that is started next.
     """
     where = _directory(directory)
     try:
         answer = _client(where, token_file).off(wait, engine=not stop_engine, told=_told_of_off)
     except EngineError as error:
-        for line in standing(where, ordered=isinstance(error, AgentHangs)):
+        hangs = isinstance(error, AgentHangs)
+        lines = standing(where, ordered=hangs)
+        if not hangs:
+            lines.append(keep_off(NodeDir(where)))
+            error.exit_code = AgentHangs.exit_code
+        for line in lines:
             typer.echo(line, err=True)
         raise
     if as_json:

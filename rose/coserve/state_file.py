@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rose.coserve.device import age_s
 from rose.coserve.node import Node
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.errors import LedgerError
 from rose.policy.admission import MOST_RESERVE, Rule
@@ -55,6 +56,39 @@ def take_over(node: Node) -> bool:
         node.floor_pages = last.floor_pages
         node.slo_ttft_ms, node.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
     return True
+
+
+def keep_off(directory: NodeDir) -> str:
+    """Order what no agent is there to carry out: the one that is started next begins in mode off, as if the last one had been told.
+
+    Returns:
+        What becomes of the order, for the operator.
+    """
+    reader = directory.node()
+    try:
+        last = reader.read()
+        if last is None:
+            return 'No agent has left anything here: the next one begins as its file says, so set mode = "off" there.'
+        with directory.node_writer() as writer:
+            writer.write(
+                replace(
+                    last,
+                    epoch=last.epoch + 1,
+                    mode=int(Mode.OFF),
+                    lend_pages=0,
+                    deadline_ns=0,
+                    heartbeat_ns=time.monotonic_ns(),
+                )
+            )
+            writer.wake()
+    except LedgerError as error:
+        return f"The order could not be kept ({error}): say `rose node off` again once an agent answers."
+    finally:
+        reader.close()
+    return (
+        f"No agent is there; the order is kept for the next one: started within {TAKE_OVER_S / 60:.0f} minutes, it begins in mode off, whatever its "
+        'file says. After that its file counts: set mode = "off" there, too.'
+    )
 
 
 class StateFile:

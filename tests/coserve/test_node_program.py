@@ -15,7 +15,7 @@ from rose.coserve.cli import EXIT_AGAIN
 from rose.coserve.cli import app as cli
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode
-from rose.errors import AgentHangs
+from rose.errors import AgentHangs, EngineError
 from rose.node_client import ControlClient
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
@@ -154,6 +154,26 @@ async def test_off_beside_an_agent_that_hangs_says_so_and_who_holds_what_and_is_
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_off_beside_a_dead_agent_is_kept_for_the_next_one(device: Device) -> None:
+    """The next one took over that the dead one had been on, and lent."""
+    device.produce()
+    process = await start_program(device)
+    await lent(device, 16)
+    process.kill()
+    await process.communicate()
+
+    arguments = ["off", f"--dir={device.dir}", f"--token-file={device.token_file}"]
+    done = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+
+    assert isinstance(done.exception, EngineError)
+    assert done.exception.exit_code == 3
+    assert "is dead" in done.stderr
+    assert "started within 10 minutes, it begins in mode off" in done.stderr
+    agent = device.agent()
+    await until(lambda: agent.waits_for() == "mode is off")
+    assert agent.mode == Mode.OFF
 
 
 async def test_off_without_an_agent_says_what_is_held(device: Device) -> None:
