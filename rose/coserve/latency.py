@@ -104,8 +104,11 @@ class ServingLatency:
             )
             if page.status != 200:
                 raise EngineError(f"answered {page.status}", field="serving.metrics_url")
-            self.took(time.monotonic(), read_page(page.body.decode()))
+            found = read_page(page.body.decode())
             error = ""
+            if not any(found.values()):
+                error = f"the page has no {' and no '.join(_NAMES.values())}: was production started with --disable-log-stats?"
+            self.took(time.monotonic(), found)
         except (EngineError, ValueError, KeyError) as failure:
             self._pages.clear()
             self._p99_s = {}

@@ -37,6 +37,7 @@ Groups = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON, without waiting.")]
 LOOK_EVERY_S = 0.5
 _SILENT_S = 5.0
+_WAITS = "waits until production's P99 is measured on one of its nodes (serving.metrics_url, and traffic)"
 
 
 @app.command()
@@ -120,11 +121,27 @@ def _follow(
     until_s = None if wait_s is None else time.monotonic() + wait_s
     console = Console()
     with Live(_page(told), console=console, transient=not console.is_terminal) as live:
+        said = ""
         while not done(told) and (until_s is None or time.monotonic() < until_s):
+            if not console.is_terminal and (now := _stands(told)) != said:
+                said = now
+                typer.echo(said)
             time.sleep(LOOK_EVERY_S)
             told = client.ask("GET", "/fleet")
             live.update(_page(told))
     return told
+
+
+def _stands(told: dict[str, Any]) -> str:
+    """What is waited for, in a line."""
+    release = told["release"]
+    if release is None:
+        return (
+            f"holding memory: {', '.join(_name(node) for node in told['nodes'] if holds(node)) or 'nobody'}"
+        )
+    names = ", ".join(release["stages"][release["stage"]]) or "all the rest"
+    waits = _WAITS if release["left_s"] <= 0 else "is watched"
+    return f"stage {release['stage'] + 1} of {len(release['stages'])} ({names}): {waits}"
 
 
 def _name(node: dict[str, Any]) -> str:
@@ -152,9 +169,8 @@ def _page(told: dict[str, Any]) -> Group:
     head = Text(f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {lends} may lend", "bold")
     if (release := told["release"]) is not None:
         names = ", ".join(release["stages"][release["stage"]]) or "all the rest"
-        head.append(
-            f"; stage {release['stage'] + 1} of {len(release['stages'])} ({names}), {release['left_s']:.0f} s to watch"
-        )
+        waits = _WAITS if release["left_s"] <= 0 else f"{release['left_s']:.0f} s to watch"
+        head.append(f"; stage {release['stage'] + 1} of {len(release['stages'])} ({names}), {waits}")
     if told["taken_back"]:
         head.append(f"; off again: {told['taken_back']}", "bold red")
     table = Table(box=None, pad_edge=False)

@@ -85,6 +85,22 @@ async def production() -> AsyncIterator[tuple[str, list[web.Response]]]:
     await runner.cleanup()
 
 
+async def test_a_page_without_latencies_is_told_from_one_that_was_read(
+    production: tuple[str, list[web.Response]],
+) -> None:
+    """``--disable-log-stats``: the agent said that it reads production's metrics."""
+    url, answers = production
+    watch = ServingLatency(url)
+    async with open_client() as client:
+        answers.append(web.Response(text="vllm:num_requests_running 0.0\n"))
+        await watch.look(client)
+        assert "no vllm:time_to_first_token_seconds and no vllm:inter_token_latency_seconds" in watch.error
+        assert "--disable-log-stats" in watch.error
+        answers.append(web.Response(text=page({"0.1": 1, "+Inf": 1})))
+        await watch.look(client)
+        assert "time_to_first" not in watch.error
+
+
 async def test_a_page_that_cannot_be_read_leaves_no_p99(
     production: tuple[str, list[web.Response]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

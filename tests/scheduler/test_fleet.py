@@ -428,6 +428,26 @@ async def test_the_command_says_that_a_stage_was_taken_back(
     assert "off again: c in group eu: P99 first token is 900 ms" in text
 
 
+async def test_a_stage_that_nobody_measures_says_what_it_waits_for(
+    world: World, tmp_path: Path, obeying: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood at 0 s to watch; into a file it said nothing at all."""
+    for node in obeying:
+        node.more = {"serving_ttft_p99_s": None}
+    await world.until(
+        lambda: not any(n.measured for n in world.scheduler.fleet_routes._switch._nodes.values())
+    )
+    stands, said = fleet_cli._stands, list[str]()
+    monkeypatch.setattr(fleet_cli, "_stands", lambda told: said.append(stands(told)) or said[-1])
+    running = asyncio.create_task(run(world, tmp_path, "on", "--canary", "canary", "--watch", "0.1"))
+    await world.until(lambda: any("waits" in line for line in said))
+    for node in obeying:
+        node.more = {}
+    code, text = await running
+    assert code == 0
+    assert "stage 1 of 2 (canary): waits until production's P99 is measured" in text
+
+
 async def test_a_second_node_of_one_name_is_refused_while_the_first_is_heard(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
