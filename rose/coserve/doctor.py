@@ -353,11 +353,40 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _line(config: NodeConfig | None, command: Command) -> Iterator[Check]:
+    """What production's own command line says against being shared, that no engine's answer tells."""
+    role = command.env.get("ROSE_ROLE")
+    if role not in (None, "serving"):
+        yield Check(
+            level=Level.FAIL,
+            name="ROSE_ROLE",
+            says=f"'{role}' is not production's role: it would serve as without ROSE, and lend nothing",
+            fix="ROSE_ROLE=serving",
+        )
+    elif role and not (command.env.get("ROSE_DIR") or os.environ.get("ROSE_DIR")):
+        yield Check(
+            level=Level.FAIL,
+            name="ROSE_DIR",
+            says="is not set: production would serve as without ROSE, and lend nothing",
+            fix="ROSE_DIR=DIR in front of the command, the dir of node.toml",
+        )
+    serving = config.serving if config is not None else None
+    if serving is not None and serving.metrics_url is not None and "--disable-log-stats" in command.args:
+        yield Check(
+            level=Level.WARN,
+            name="serving.metrics_url",
+            says="with --disable-log-stats production's metrics page has no latencies: no P99 is shown, and a canary stage of `rose fleet on` is never followed",
+            fix="start production without --disable-log-stats",
+        )
+
+
 def _host(config: NodeConfig | None, command: Command | None, num_cores: int | None) -> Iterator[Check]:
     """Lines on this machine.  ``num_cores``: of production, as the plugin says it; None: nobody can say."""
     told = (command.env.get("ROSE_DIR") if command is not None else None) or os.environ.get("ROSE_DIR")
     directory = config.dir if config is not None else Path(told) if told else None
     mine = command.env.get("ROSE_DIR") if command is not None else None
+    if command is not None:
+        yield from _line(config, command)
     if config is not None and command is not None and mine:
         yield from _same_directory(config, mine, num_cores)
     scratch = directory.parent if directory is not None and directory.parent.is_dir() else SHARED_MEMORY
