@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.coserve.ledger import RecordWriter
+from rose.coserve.kernel import lock_holders
+from rose.coserve.ledger import RecordWriter, WriterLives
 from rose.coserve.node_dir import NodeDir, core_dir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Phase, ServingLease
@@ -274,6 +275,9 @@ def _take_everything_back(elastic: bool = True) -> None:
     except Exception as error:  # noqa: BLE001  # fail-open: production starts whatever is the matter with our files
         # Another production has it, or another user.
         says = str(error) if isinstance(error, RoseError) else repr(error)
+        lease = Path(os.environ.get(ENV_DIR, "")) / "serving.lease"
+        if isinstance(error, WriterLives) and (writers := lock_holders(lease)):
+            says += f"; it is of pid {', '.join(map(str, writers))}: end that if it is a production that has ended but for this process"
         logger.error("ROSE cannot use its node directory: %s", says)
         return
     try:

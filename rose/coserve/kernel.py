@@ -15,6 +15,7 @@ Standard library only; x86-64 and arm64.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -167,6 +168,26 @@ def take_lock(descriptor: int, kind: int = WRITER) -> bool:
             return False
         raise
     return True
+
+
+def lock_holders(path: str | os.PathLike[str]) -> list[int]:
+    """Processes that hold the writer's lock of a file, as far as this one may look (``/proc/PID/fdinfo``).  For a message: it looks at every
+    process.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        wanted = os.stat(path)
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                for number in os.listdir(f"/proc/{pid}/fd"):
+                    there = os.stat(f"/proc/{pid}/fd/{number}")
+                    if (there.st_dev, there.st_ino) != (wanted.st_dev, wanted.st_ino):
+                        continue
+                    with open(f"/proc/{pid}/fdinfo/{number}") as text:
+                        if any(line.startswith("lock:") and " WRITE " in line for line in text):
+                            found.append(int(pid))
+                            break
+    return sorted(found)
 
 
 def is_locked(descriptor: int) -> bool:

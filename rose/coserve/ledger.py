@@ -83,6 +83,10 @@ def _forget_writers_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_writers_after_fork)
 
 
+class WriterLives(LedgerError):
+    """Another live process is the file's writer."""
+
+
 class RecordWriter(Generic[R]):
     """The one writer of a shared file, from construction to :meth:`close` or process death.
 
@@ -274,7 +278,7 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
                 pass
             if old >= 0:  # whosever it is: nothing of it is read
                 if not take_lock(old, SUCCESSOR) or is_locked(old):
-                    raise LedgerError(
+                    raise WriterLives(
                         "another live process writes it",
                         field=str(path),
                         fix="one engine of a role and one node agent per device",
