@@ -29,7 +29,7 @@ from rose.policy.coserving.events import (
 )
 from rose.policy.coserving.loans import AgentSaid
 from rose.policy.coserving.search import LoanSearch
-from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.serving import NODE_DEAD_S, ServingBook
 from rose.policy.coserving.steps import StepBook
 from rose.policy.coserving.timing import age_s
 from rose.units import NS_PER_S
@@ -147,15 +147,32 @@ class ServingRounds:
                     self._door.handle(MarksWritten())
 
     def _say_stranded(self, pages: int) -> None:
-        if pages:
+        if pages and self._is_due():
             logger.error(
                 "ROSE: %d pages of 2 MiB are not given back, by a process that neither obeys nor dies (frozen?); production "
                 "goes on with what it has, nothing more is lent; kill or thaw the rollout engine of %s",
                 pages,
                 self._path,
             )
+        elif pages:
+            logger.warning(
+                "ROSE: %d pages of 2 MiB that were lent less are not given back yet (has the rollout engine no core?); nothing waits for them, and "
+                "nothing more is lent until they are",
+                pages,
+            )
         else:
             logger.warning("ROSE: what was not given back has come back")
+
+    def _is_due(self) -> bool:
+        """Does anybody want back what was lent: production itself, its agent's order or deadline, or an agent that says nothing?"""
+        node, now_ns = self._read_node(), time.monotonic_ns()
+        return (
+            node is None
+            or node.mode != Mode.ON
+            or self._steps.claim_chunks > 0
+            or age_s(node.heartbeat_ns / NS_PER_S, now_ns / NS_PER_S) > NODE_DEAD_S
+            or 0 < node.deadline_ns <= now_ns
+        )
 
     def check_own_files(self) -> None:
         """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.  What was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,3 +71,18 @@ def rank(node_dir: Path) -> Iterator[Any]:
     writer = harness.write_rank(node_dir, "serving", mapped=True)
     yield writer
     writer.close()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of the plugin, with their level."""
+    plugin = logging.getLogger("vllm.rose")
+    monkeypatch.setattr(plugin, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    lines: list[str] = []
+    caplog.set_level(logging.INFO, plugin.name)
+    # One handler serves all tests of a process.
+    monkeypatch.setattr(
+        caplog.handler, "emit", lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    )
+    return lines

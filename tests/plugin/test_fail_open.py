@@ -329,7 +329,7 @@ def test_pages_of_a_worker_that_outlives_its_engine_core_are_waited_for(
 
 
 def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
-    lender: Lender, node_dir: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+    lender: Lender, node_dir: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """Agent and rollout engine stand still with their locks held, as ``docker pause`` leaves them."""
     monkeypatch.setattr(serving, "STRANDED_AFTER_S", 0.3)
@@ -342,6 +342,8 @@ def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
     agent.write(lent(0))
     agent.wake()
     eventually(lambda: lender.turn() and lender.lease.read().stranded_pages == 3, "three pages are stranded")
+    (line,) = [line for line in said if "not given back" in line]
+    assert line.startswith("WARNING"), "nobody wants them"
     eventually(
         lambda: lender.turn() and len(lender.scheduler.rose.balloon.inflated) == 3, "the fourth is back"
     )
@@ -357,6 +359,20 @@ def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
     eventually(lender.gets_everything_back, "all chunks are back in the pool")
     eventually(lambda: lender.lease.read().stranded_pages == 0, "and nothing is stranded any more")  # type: ignore[union-attr]
     peer.close()
+
+
+def test_what_was_ordered_back_and_does_not_come_is_an_error(
+    lender: Lender, node_dir: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(serving, "STRANDED_AFTER_S", 0.3)
+    with NodeDir(node_dir).rollout_lease_writer() as peer:
+        peer.write(RolloutLease(reserved_pages=3))
+        agent.write(NodeState(mode=Mode.OFF, has_serving=1))
+        agent.wake()
+        eventually(lambda: lender.turn() and lender.lease.read().stranded_pages == 3, "they are stranded")
+        (line,) = [line for line in said if "not given back" in line]
+        assert line.startswith("ERROR")
+        assert "kill or thaw" in line
 
 
 def test_the_queue_lets_those_past_that_fit_and_keeps_the_order_of_the_others(config: Any) -> None:
