@@ -503,7 +503,21 @@ class NodeAgent(Node):
             self._log_anew()
         if rl_step:
             self._handle(RlStepStarted(at_s=time.monotonic()))
-        logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)
+        asked = {
+            "floor_pages": floor_pages,
+            "max_lend_pages": max_lend_pages,
+            "slo_ttft_ms": slo_ttft_ms,
+            "slo_tpot_ms": slo_tpot_ms,
+            "policy": policy,
+            "rule": None if rule is None else rule.name.lower(),
+            "serialise": serialise,
+            "stop_at_layers": stop_at_layers,
+            "first_token_reserve": first_token_reserve,
+        }
+        said = "".join(f", {name} {value}" for name, value in asked.items() if value is not None)
+        logger.info(
+            "mode %s, floor %d pages%s", self.mode.name.lower(), self.floor_pages, said and "; set" + said[1:]
+        )
         self._set_mode()
 
     async def set_engine(self, wanted: bool) -> None:

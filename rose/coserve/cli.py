@@ -289,6 +289,13 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"headroom {lending['headroom_pages']}, reclaim p99 {format_s(lending['reclaim_p99_s'])}, "
         f"cuts {lending['cuts']}"
     )
+    limit = lending.get("max_lend_pages")  # an older agent does not say
+    free_rule = " (ROLLOUT STEPS DO NOT WAIT FOR PRODUCTION)" if lending["rule"].startswith("free") else ""
+    typer.echo(
+        f"set       policy {lending['policy']}, rule {lending['rule']}{free_rule}, {'no limit' if limit is None else f'at most {limit} pages lent'}, "
+        f"floor {status['floor_pages']} pages; promised {status['slo_ttft_ms']:g} ms to a first token, {status['slo_tpot_ms']:g} ms between tokens; "
+        f"rollouts' share {engine['sched']}"
+    )
     device = status["device"]
     free = "unknown" if device["free_bytes"] is None else format_bytes(device["free_bytes"])
     typer.echo(

@@ -17,6 +17,7 @@ from rose.errors import RoseError
 from rose.policy.admission import Rule
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending
+from rose.policy.lending_events import ALL_PAGES
 from rose.policy.lending_policy import LendingPolicy
 from rose.units import PAGE_BYTES
 from rose.wire.workers import MAX_COPIES, Heartbeat
@@ -92,6 +93,7 @@ def status(node: Node) -> dict[str, Any]:
         "floor_pages": node.floor_pages,
         "lending": {
             "policy": node.policy_name,
+            "max_lend_pages": node.max_lend_pages if node.max_lend_pages < ALL_PAGES else None,
             "rule": node.rule.name.lower()
             + (", serialised" if node.serialise else "")
             + (", stops at layers" if node.stop_at_layers else "")

@@ -67,7 +67,8 @@ class PaperLending(Lending):
         self._crossed = below
         target = max(0, min(self.cap_pages, serving.total_pages - serving.used_pages - self.headroom_pages))
         if self.lend_pages > self.cap_pages:
-            return self.cap_pages, "the device or its floor changed"
+            limited = self.cap_pages == self._mode.max_lend_pages
+            return self.cap_pages, "the operator's limit" if limited else "headroom and floor leave no more"
         if self._frozen or self._promises or target <= self.lend_pages:
             return self.lend_pages, self.reason
         return target, "serving left room"

@@ -194,7 +194,9 @@ class LendingPolicy(Lending):
         if lend > self.cap_pages:
             if self._cache is not None and lend > self._cache.limit_pages:
                 return target, "serving's prompts miss prefixes"
-            return target, "headroom or floor grew"
+            if self.cap_pages == self._mode.max_lend_pages:
+                return target, "the operator's limit"
+            return target, "headroom and floor leave no more"
         if lend and serving.total_pages - serving.used_pages - lend < self.watermark_pages:
             return target, "serving's use crossed the watermark"
         wanted = ALL_PAGES

@@ -266,3 +266,25 @@ async def test_the_status_says_that_production_has_switched_the_plugin_off(devic
     arguments = ["status", f"--dir={device.dir}", f"--token-file={device.token_file}"]
     shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
     assert "ROSE IS OFF IN IT until its restart, after an error (its log)" in shown.stdout, shown.output
+
+
+async def test_what_was_set_is_shown_and_logged(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """``set --rule free`` answered with a status in which nothing of it stood."""
+    device.produce()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.device.lease is not None, "the agent has looked")
+    where = [f"--dir={device.dir}", f"--token-file={device.token_file}"]
+    caplog.set_level("INFO", "rose.node")
+    changes = ["--rule=free", "--policy=static", "--max-lend-pages=7", "--slo-ttft-ms=123", "--serialise"]
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, ["set", *changes, *where])
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("set  ")]
+    assert "policy static, rule free, serialised (ROLLOUT STEPS DO NOT WAIT FOR PRODUCTION)" in line
+    assert "at most 7 pages lent" in line
+    assert "promised 123 ms to a first token" in line
+    assert "set max_lend_pages 7, slo_ttft_ms 123.0, policy static, rule free, serialise True" in caplog.text
+
+    await asyncio.to_thread(
+        CliRunner().invoke, cli, ["set", "--rule=slack", "--first-token-reserve=0.2", *where]
+    )
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, ["status", *where])
+    assert "rule slack, serialised, leaves 20% of the first-token limit, at most 7 pages lent" in shown.stdout

@@ -198,8 +198,9 @@ def test_modes_off_and_observe_lend_nothing_but_observe_still_measures(world: Wo
 def test_the_floor_and_the_operators_limit_are_never_lent(world: World) -> None:
     world.run(5.0)
     (cut,) = world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, floor_pages=35))
-    assert cut == SetLend(pages=45, deadline_s=pytest.approx(5.1), reason="headroom or floor grew")
-    world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, max_lend_pages=7))
+    assert cut == SetLend(pages=45, deadline_s=pytest.approx(5.1), reason="headroom and floor leave no more")
+    (cut,) = world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, max_lend_pages=7))
+    assert cut == SetLend(pages=7, deadline_s=pytest.approx(5.1), reason="the operator's limit")
     assert world.policy.lend_pages == 7
 
 
