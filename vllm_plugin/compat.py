@@ -33,6 +33,7 @@ from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Phase, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
+from rose.policy.engine_start import REFUSED_ROLE
 from rose.policy.lending_events import ALL_PAGES
 from rose.units import PAGE_BYTES
 from vllm_plugin import lines
@@ -177,7 +178,8 @@ def require_elastic(kv_cache_config: Any, piece_bytes: int, role: str, *, drafts
     found = of_line(kv_findings(kv_cache_config, piece_bytes, drafts=drafts))
     support, because = judge(role, found)
     if support is not Support.ELASTIC:
-        raise ConfigError(str(Standing(support=support, row=because, found=found[because.name])))
+        standing = str(Standing(support=support, row=because, found=found[because.name]))
+        raise ConfigError(standing, field=REFUSED_ROLE if role == "rollout" else None)
 
 
 def counted(kv_cache_config: Any) -> CountedCache:
@@ -333,7 +335,7 @@ def _give_up(role: str, reason: str, because: Row = UNLISTED, found: str | None 
     global _refused, _refusal
     _refused = reason
     if role == "rollout":
-        raise ConfigError(reason, field="ROSE_ROLE=rollout")
+        raise ConfigError(reason, field=REFUSED_ROLE)
     logger.error("ROSE is off, serving goes on as without it: %s", reason)
     if _refusal is None and os.environ.get(ENV_DIR):
         _refusal = contextlib.ExitStack()

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rose.errors import ConfigError
 from rose.policy.compat import Support
+from rose.policy.engine_start import REFUSED_ROLE
 from vllm_plugin import compat
 from vllm_plugin.missing import Missing
 from vllm_plugin.prefix import PrefixKeys
@@ -167,7 +168,7 @@ class _Rollout:
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
         standing = compat.standing_of(config, "rollout", kv_cache_config)
         if standing.support is not Support.ELASTIC:
-            raise ConfigError(str(standing), field="ROSE_ROLE=rollout")
+            raise ConfigError(str(standing), field=REFUSED_ROLE)
         self.rose = RolloutSide(
             self,
             kv_cache_config,

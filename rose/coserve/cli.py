@@ -125,6 +125,12 @@ def _awaited(client: ControlClient, seconds: float) -> dict[str, Any]:
         time.sleep(_LOOK_S)
 
 
+def _because(error: str) -> str:
+    """Without the end of its log, where its first error is there."""
+    first, ends, _ = error.partition("; the end of ")
+    return f"; {first if ends and 'its first error' in first else error}" if error else ""
+
+
 def _waits(engine: dict[str, Any]) -> str:
     return f", waits: {engine['waits_for']}" if engine["waits_for"] and engine["state"] != "ready" else ""
 
@@ -344,7 +350,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         )
     typer.echo(
         f"engine    {engine['state']}, version {engine['version']}, {engine['starts']} starts, "
-        f"{engine['kills']} kills{_waits(engine)}{'; ' + engine['error'] if engine['error'] else ''}"
+        f"{engine['kills']} kills{_waits(engine)}{_because(engine['error'])}"
     )
     if (sentinel := engine["sentinel"]) is not None:
         dies = (

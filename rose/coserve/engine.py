@@ -494,7 +494,7 @@ class RolloutEngine:
                 self.state = "down"
 
     def give_up(self) -> None:
-        """Started too often: stay down until the window is over or an operator says otherwise."""
+        """Started too often, or refused: stay down until the window is over or an operator says otherwise."""
         if self.state != "failed":
             self.state = "failed"
             logger.error("rollout engine stays down after %d starts: %s", self.num_starts, self.error)

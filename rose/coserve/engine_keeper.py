@@ -19,13 +19,15 @@ from typing import Protocol
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.records import Mode
 from rose.errors import ConfigError, RoseError
-from rose.policy.engine_start import EngineSize
+from rose.policy.engine_start import REFUSED_ROLE, EngineSize
 
 logger = logging.getLogger("rose.node")
 LOOK_EVERY_S = 0.1
 """How often it is asked whether the engine may, or must not, be there."""
 FITS_EVERY_S = 1.0
 """How often an engine is compared with what production could lend."""
+REFUSED = f"ConfigError: {REFUSED_ROLE}: "
+"""In the last words of a rollout engine that its plugin refuses."""
 AGAIN_S = 1.0
 """An engine that is slow to die is ended again after so long."""
 
@@ -110,6 +112,8 @@ class EngineKeeper:
                 logger.error("rollout engine: %s", error)
             except RoseError as error:
                 logger.error("rollout engine: %s", error)
+                if REFUSED in str(error):
+                    engine.restarts.refused()
             except Exception as error:
                 engine.error = repr(error)
                 logger.exception("rollout engine")

@@ -124,6 +124,8 @@ class Node:
             return reason
         if self.lent_s == 0.0:
             return "its owner does not lend it now"
+        if self.engine.restarts.is_refused:
+            return "it is refused with these settings: mend them and start the agent again (`rose node off` and `on` tries it once more)"
         left_s = self.engine.restarts.next_start_s - time.monotonic()
         return f"a pause of {format_s(left_s)} before it is started again" if left_s > 0 else None
 

@@ -83,6 +83,10 @@ def memory_share(*, weights_bytes: int | None, device_bytes: int, free_bytes: in
     return min(1.0, math.ceil(100 * needed / device_bytes) / 100)
 
 
+REFUSED_ROLE = "ROSE_ROLE=rollout"
+"""Field of the error with which a rollout engine ends where the compatibility table refuses its configuration."""
+
+
 class Restarts:
     """When the engine may be started (again).
 
@@ -98,6 +102,7 @@ class Restarts:
         self._starts_s: deque[float] = deque(maxlen=most + 1)
         self._ends_s: deque[float] = deque(maxlen=most + 1)
         self._came_up = False
+        self.is_refused = False
         self.next_start_s = -math.inf
         """No start before."""
 
@@ -117,13 +122,18 @@ class Restarts:
         pause_s = max(self._first_pause_s, took_s) * 2 ** (recent - 1)
         self.next_start_s = at_s + min(pause_s, self._window_s)
 
+    def refused(self) -> None:
+        """Its configuration is one that it does not run with: another start would end as this one did."""
+        self.is_refused = True
+
     def exhausted(self, at_s: float) -> bool:
-        """Was it started too often lately?"""
+        """Was it started too often lately, or refused?"""
         starts = self._starts_s
-        return len(starts) == starts.maxlen and at_s - starts[0] <= self._window_s
+        return self.is_refused or (len(starts) == starts.maxlen and at_s - starts[0] <= self._window_s)
 
     def forgive(self) -> None:
         """An operator has looked at it."""
         self._starts_s.clear()
         self._ends_s.clear()
+        self.is_refused = False
         self.next_start_s = -math.inf

@@ -26,6 +26,7 @@ from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
 
+from rose.coserve.engine_keeper import REFUSED
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
 from rose.coserve.records import Phase, RankState, RolloutLease
@@ -271,6 +272,8 @@ def main() -> None:
     Path(os.environ["FAKE_REPORT"]).write_text(json.dumps(report))
     if mode == "die":
         sys.exit("no such model")
+    if mode == "refused":
+        sys.exit(f"rose.errors.{REFUSED}Mamba-1: the plugin has no way to divide it")
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine = FakeEngine(mode, os.environ.get("FAKE_VERSION", "0.0"))

@@ -362,6 +362,17 @@ async def test_an_engine_whose_starts_are_used_up_is_given_up_before_the_pause_t
     assert "before it is started again" in (agent.waits_for() or "")
 
 
+async def test_an_engine_that_the_table_refuses_is_not_started_again(device: Device) -> None:
+    """It was started for ever, a minute of production's cores each time, and could not end otherwise."""
+    device.produce()
+    agent = device.agent("refused", engine={"restart_pause_s": 0.01})
+    await until(lambda: agent.engine.state == "failed")
+    assert agent.engine.num_starts == 1
+    assert "refused" in (agent.waits_for() or "")
+    await agent.set_engine(True)  # the operator has mended it
+    await until(lambda: agent.engine.num_starts > 1)
+
+
 async def test_an_engine_killed_from_outside_comes_back_with_another_incarnation(device: Device) -> None:
     device.produce()
     agent = device.agent()
