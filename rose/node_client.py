@@ -161,7 +161,7 @@ class ControlClient:
         return AgentHangs(
             f"the node agent{who} is there and does not answer",
             field="dir",
-            fix=f"end it, `kill -9 {pid or 'PID'}`: its engine ends with it",
+            fix=f"`kill -CONT {pid or 'PID'}` where it was stopped; else end it, `kill -9 {pid or 'PID'}`: its engine ends with it",
         )
 
     def _listener(self) -> int:

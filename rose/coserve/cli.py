@@ -266,8 +266,19 @@ def set_(
 
 @app.command()
 def status(directory: Dir = None, token_file: TokenFile = None, as_json: Json = False) -> None:
-    """What is in force on this device."""
-    _show(_client(directory, token_file).status(), as_json)
+    """What is in force on this device.
+
+    Exit code 3 where no agent answers: then with what the shared files say of who holds what.
+    """
+    where = _directory(directory)
+    try:
+        found = _client(where, token_file).status()
+    except EngineError as error:
+        for line in standing(where, ordered=False):
+            typer.echo(line, err=True)
+        error.exit_code = AgentHangs.exit_code
+        raise
+    _show(found, as_json)
 
 
 def _directory(given: Path | None) -> Path:
@@ -311,7 +322,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
     because = f"{serving['because']}{': ' + serving['found'] if serving['found'] else ''}"
     verdict = "no verdict yet" if serving["support"] == "unknown" else f"{serving['support']} ({because})"
     typer.echo(
-        f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, {verdict}, "
+        f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process; its last word)'}, {verdict}, "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
         + (f", {serving['stranded_pages']} STRANDED" if serving["stranded_pages"] else "")
@@ -336,7 +347,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
             f"computes {observed['busy_fraction']:.0%} of the time"
         )
     typer.echo(
-        f"rollout   {rollout['phase']}{'' if rollout['alive'] else ' (no process)'}, "
+        f"rollout   {rollout['phase']}{'' if rollout['alive'] else ' (no process; its last word)'}, "
         f"{rollout['reserved_pages']} reserved, {rollout['resident_pages']} resident, "
         f"gate {'open' if rollout['gate_open'] else 'closed'}, {rollout['steps']} steps, "
         f"{rollout['cut_requests']} requests cut"

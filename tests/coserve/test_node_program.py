@@ -182,6 +182,10 @@ async def test_off_without_an_agent_says_what_is_held(device: Device) -> None:
     done = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
     assert "no node agent answers" in str(done.exception)
     assert re.search(r"serving +has 20 of its 20 pages\nrollout +is not there\n", done.stderr), done.stderr
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, ["status", *arguments[1:]])
+    assert isinstance(shown.exception, EngineError)
+    assert shown.exception.exit_code == 3
+    assert re.search(r"serving +has 20 of its 20 pages\nrollout +is not there\n", shown.stderr), shown.stderr
 
 
 async def test_its_exit_code_tells_wrong_settings_from_what_may_pass(device: Device) -> None:
