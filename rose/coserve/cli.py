@@ -29,6 +29,7 @@ from rose.units import PAGE_BYTES, format_bytes, format_s
 
 ENV_DIR = "ROSE_DIR"
 _LOOK_S = 0.2
+_SLOW_START_S = 60.0
 EXIT_AGAIN = 75
 """``EX_TEMPFAIL`` of sysexits.h, of an agent that had begun: what ended it may pass, and a supervisor may start it again.  2: its settings."""
 OPEN_FILES = 16_384
@@ -119,6 +120,8 @@ def _awaited(client: ControlClient, seconds: float) -> dict[str, Any]:
         now = f"engine {engine['state']}{_waits(engine)}{'; ' + engine['error'] if engine['error'] else ''}"
         if is_ready:
             now += f"; {status['assignment']['because']}: {status['scheduler']['error']}"
+        if engine["state"] == "starting" and engine["sched"] == "idle" and passed_s >= _SLOW_START_S:
+            now += "; in the idle class a start beside busy cores takes minutes: `rose node set --sched normal` shares them until it is up, `--sched idle` after"
         if now != told:
             typer.echo(f"{passed_s:5.0f} s  {now}", err=True)
             told = now

@@ -189,6 +189,16 @@ class SchedulerLink(Section):
     group: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
     """Which part of the fleet this node is of, for ``rose fleet on --canary`` and the like; None = ``default``."""
 
+    @field_validator("url")
+    @classmethod
+    def _is_the_daemon(cls, url: str) -> str:
+        for each in url.split(","):
+            if urlsplit(each.strip()).path.rstrip("/").endswith("/v1"):
+                raise ValueError(
+                    "ends with /v1, the endpoint for agents: a node wants the scheduler's address alone"
+                )
+        return url
+
 
 class WeightsLink(Section):
     """Where new weights come from; left out, the engine keeps those it started with."""

@@ -127,6 +127,7 @@ def test_an_engine_that_listens_on_every_address_is_called_on_this_hosts_own(hos
         ({"lending": {"cool_down_s": float("inf")}}, r"lending\.cool_down_s"),
         ({"node_id": "../x"}, "node_id"),
         ({"scheduler": {"url": "ftp://x"}}, r"scheduler\.url"),
+        ({"scheduler": {"url": "http://x:8800,http://y:8800/v1/"}}, r"scheduler\.url: .*ends with /v1"),
         ({"mode": "maybe"}, "mode"),
         ({"dir": "rose/gpu0"}, r"dir: .*is relative"),
     ],

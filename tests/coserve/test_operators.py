@@ -222,6 +222,22 @@ async def test_who_waits_sees_the_engine_come_and_then_how_it_stands(
     assert "engine    ready" in done.stdout
 
 
+async def test_who_waits_for_a_start_without_cores_is_told_what_helps(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.coserve.cli._SLOW_START_S", 0.0)
+    device.produce()
+    device.agent("mute", mode="observe", engine={"sched": "idle"})
+
+    done = await turned_on(device, 2.0)
+
+    assert done.exit_code == 1, done.output
+    assert (
+        "engine starting; in the idle class a start beside busy cores takes minutes: `rose node set --sched normal`"
+        in done.stderr
+    )
+
+
 @pytest.mark.parametrize("wait_s", [0.001, 60.0])
 async def test_an_engine_that_does_not_come_is_a_failure_with_the_reason(
     device: Device, wait_s: float
