@@ -168,7 +168,7 @@ class GateConfig(Section):
 
     first_token_reserve: float = Field(default=0.0, ge=0, le=MOST_RESERVE)
     """Of production's limit for a first token, the share that rollout steps leave unspent, with the rule ``slack``: for requests that
-    arrive behind the one that waits.  Not measured live (docs/simulator.md)."""
+    arrive behind the one that waits.  Missed its bar in its one live run (docs/evidence.md)."""
 
     def params(self, slo_ttft_ms: float = 0.0) -> AdmissionParams:
         """What the rollout engine asks with, before it knows how much of a step production waits for (``delay``)."""
