@@ -15,6 +15,8 @@ The policies run as Python, since a build's classes cannot be replaced.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 import os
@@ -22,6 +24,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +53,8 @@ TUNING_SEEDS = (1000, 1001)
 TAILS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 NAME = re.compile(r"g(\d+)(?:again)?\.(\d+)$")
 """Of a simulated trajectory: its group and its place there."""
+Rows = dict[str, dict[str, float | None]]
+"""By cell and :func:`key_of`: step time (s); None where not all steps ended."""
 
 
 class Foresight(Remaining):
@@ -85,20 +90,23 @@ def judged(cell: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(int(key.removeprefix("rose/")) for key in cell["runs"] if key.startswith("rose/")))
 
 
-def conclude(
-    known: dict[str, Any], tails: dict[str, float], rows: dict[str, dict[str, float]]
-) -> dict[str, Any]:
-    """Flat summary of the cells all of whose seeds are there."""
+def key_of(setting: Setting, seed: int) -> str:
+    """Of a run: with all of its setting, so that runs in another one are never taken for it."""
+    return f"{setting.key}/{seed}"
+
+
+def conclude(known: dict[str, Any], chosen: dict[str, Setting], rows: Rows) -> dict[str, Any]:
+    """Flat summary of the cells all of whose seeds are there, with steps that ended."""
     summary: dict[str, Any] = {}
-    for name, tail in tails.items():
+    for name, setting in chosen.items():
         runs = known[name]["runs"]
         seeds = judged(known[name])
-        if any(f"{tail}/{seed}" not in rows[name] for seed in seeds):
-            continue
         fixed, rose, ceiling = (
             [runs[f"{arm}/{seed}"]["step_s"] for seed in seeds] for arm in ("fixed", "rose", "ceiling")
         )
-        seen = [rows[name][f"{tail}/{seed}"] for seed in seeds]
+        seen = [rows[name].get(key_of(setting, seed)) for seed in seeds]
+        if None in (*fixed, *rose, *ceiling, *seen):
+            continue
         top = mean_interval([a / b for a, b in zip(fixed, ceiling, strict=True)])[0]
         for arm, took in (("rose", rose), ("foresight", seen)):
             mean, half = mean_interval([a / b for a, b in zip(fixed, took, strict=True)])
@@ -109,7 +117,7 @@ def conclude(
             )
             summary[f"{name}.{arm}.reached"] = round((mean - 1) / (top - 1), 3)
         summary[f"{name}.ceiling.gain"] = round(top, 4)
-        summary[f"{name}.foresight.tail_fraction"] = tail
+        summary[f"{name}.foresight.tail_fraction"] = setting.tail_fraction
     return summary
 
 
@@ -147,45 +155,40 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rows: dict[str, dict[str, float]] = {}
+    rows: Rows = {}
     if args.json.exists():
         rows = json.loads(args.json.read_text())["details"]["cells"]
     end_s = time.monotonic() + args.seconds
     cells = [cell for cell in CELLS if cell.name in (args.cell or names) and cell.name in known]
     settings = {cell.name: Setting(**known[cell.name]["settings"]["rose"]) for cell in cells}
-    tails: dict[str, float] = {}
+    chosen: dict[str, Setting] = {}
     with processes(args.jobs) or nullcontext() as pool:
 
-        def fill(asked: dict[tuple[Cell, float], tuple[int, ...]]) -> None:
+        def fill(asked: Iterable[tuple[Cell, Setting, tuple[int, ...]]]) -> None:
             missing = {
-                (cell.name, f"{tail}/{seed}"): (
-                    run,
-                    cell,
-                    replace(settings[cell.name], tail_fraction=tail),
-                    seed,
-                )
-                for (cell, tail), seeds in asked.items()
+                (cell.name, key_of(setting, seed)): (run, cell, setting, seed)
+                for cell, setting, seeds in asked
                 for seed in seeds
-                if f"{tail}/{seed}" not in rows.setdefault(cell.name, {})
+                if key_of(setting, seed) not in rows.setdefault(cell.name, {})
             }
             for number, ((name, key), step_s) in enumerate(each_result(pool, missing, end_s), 1):
-                rows[name][key] = math.inf if step_s is None else step_s
+                rows[name][key] = step_s
                 report.progress("runs", number, len(missing))
 
+        def mean_s(cell: Cell, setting: Setting) -> float:
+            steps_s = [rows[cell.name][key_of(setting, seed)] for seed in TUNING_SEEDS]
+            return statistics.fmean(math.inf if step_s is None else step_s for step_s in steps_s)
+
+        tried = {cell: [replace(settings[cell.name], tail_fraction=tail) for tail in TAILS] for cell in cells}
         try:
-            fill({(cell, tail): TUNING_SEEDS for cell in cells for tail in TAILS})
+            fill((cell, setting, TUNING_SEEDS) for cell in cells for setting in tried[cell])
             for cell in cells:
-                own = rows[cell.name]
-                tails[cell.name] = min(
-                    TAILS,
-                    key=lambda tail, own=own: statistics.fmean(
-                        own[f"{tail}/{seed}"] for seed in TUNING_SEEDS
-                    ),
-                )
-            fill({(cell, tails[cell.name]): judged(known[cell.name]) for cell in cells})
+                chosen[cell.name] = min(tried[cell], key=functools.partial(mean_s, cell))
+            fill((cell, chosen[cell.name], judged(known[cell.name])) for cell in cells)
         except TimeoutError:
             print("time is up: start it again to go on")
-    report.finish(conclude(known, tails, rows), {"cells": rows, "of": args.cells.name}, args.json)
+    of = hashlib.sha256(args.cells.read_bytes()).hexdigest()
+    report.finish(conclude(known, chosen, rows), {"cells": rows, "of_sha256": of}, args.json)
     return 0
 
 

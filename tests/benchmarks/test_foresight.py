@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.sim.foresight import Foresight, conclude
+from benchmarks.sim.foresight import Foresight, Rows, conclude, key_of
+from benchmarks.sim.paper_cells import Setting
 from rose.sim.scenario import JobSection
 from rose.sim.workload import make_script
 
@@ -23,14 +26,22 @@ def test_what_is_left_is_the_truth_from_the_first_turn_to_the_last() -> None:
 
 
 def test_gain_and_reached_are_over_the_same_seeds_and_a_cell_that_lacks_one_says_nothing() -> None:
+    """Nor does one with a run in another setting, or whose steps did not end."""
     runs = {
         f"{arm}/{seed}": {"step_s": step_s * (1 + seed / 100)}
         for arm, step_s in (("fixed", 120.0), ("rose", 110.0), ("ceiling", 60.0))
         for seed in (5, 6)
     }
-    rows = {"whole": {"0.1/5": 96 * 1.05, "0.1/6": 96 * 1.06}, "part": {"0.1/5": 96.0}}
+    setting = Setting(system="rose", tensor_parallel=8, tail_fraction=0.1)
+    five, six = key_of(setting, 5), key_of(setting, 6)
+    other = key_of(replace(setting, cap=512), 6)
+    rows: Rows = {
+        "whole": {five: 96 * 1.05, six: 96 * 1.06},
+        "part": {five: 96.0, other: 96.0},
+        "part, stuck": {five: 96.0, six: None},
+    }
 
-    found = conclude({"whole": {"runs": runs}, "part": {"runs": runs}}, dict.fromkeys(rows, 0.1), rows)
+    found = conclude({name: {"runs": runs} for name in rows}, dict.fromkeys(rows, setting), rows)
 
     assert found["whole.foresight.gain"] == 1.25
     assert found["whole.foresight.reached"] == 0.25
