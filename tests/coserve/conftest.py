@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.cli import app as cli
+from rose.coserve.host_checks import Check
 from rose.coserve.links import WeightSource
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
@@ -295,3 +297,21 @@ def left_group() -> Iterator[Path]:
             process.kill()
     lift_what_is_left()
     assert not Path(made).exists()
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """On the tmpfs where node directories are."""
+    with tempfile.TemporaryDirectory(prefix="rose-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def on_scratch(scratch: Path, **more: Any) -> NodeConfig:
+    """Settings of a node there."""
+    engine = {"model": "policy", "max_model_len": 512, "port": free_port()} | more.pop("engine", {})
+    return validate(NodeConfig, {"node_id": "a", "dir": str(scratch / "n"), "engine": engine} | more)
+
+
+def only(found: list[Check]) -> Check:
+    (one,) = found
+    return one
