@@ -10,6 +10,7 @@ four minutes, eight with two engine cores; a long measurement is several runs, p
     python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
     python benchmarks/coserve.py --workload burst --trace azure_llm_2023_code.csv --rate 0.08    # its busiest second, 26x the mean
     python benchmarks/coserve.py --workload tight --arms rose_serial,rose_serial_layers --segments 12 --rate 0.8    # docs/gpu.md
+    python benchmarks/coserve.py --trace azure_llm_2023_code.csv --rate 0.4 --busy 0.65 --pairs 400 --run 1    # docs/evidence.md
     python benchmarks/coserve.py --engine lora --segments 6 --json out/lora.json    # production with adapters, drafts, windows, two engine cores
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
@@ -17,6 +18,9 @@ What each kind of production (``--engine``: lora, sliding, ngram, dp2) shows is 
 --rate 0.9 --seed 21 --arms alone_1,alone_2,paper,rose``, some hundred pairs, judged by ``bar_met``; every run is kept.  A second one, written down
 after the first three: ngram as it was, with nothing else on the engines' core; lora with ``--rate 0.2``, for a step with adapters takes four plain ones
 on a CPU, and at 0.9 production alone was overloaded.
+
+``--busy`` looks for the rate at which production alone is busy for that share of its time: up to three short stretches of it alone, on the run's own
+traffic, the first at ``--rate`` (``coserving/busy.py``).  What it then was in the run is ``serving_busy_fraction``.
 
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
@@ -36,8 +40,9 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +51,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.coserving import plot
-from benchmarks.coserving.analysis import BlockRecord, analyse, label, unanswered
+from benchmarks.coserving import busy, plot
+from benchmarks.coserving.analysis import BlockRecord, analyse, busy_share, label, unanswered
 from benchmarks.coserving.plan import (
     ALONE_1,
     ARMS,
@@ -59,6 +64,7 @@ from benchmarks.coserving.plan import (
     USUAL_ARMS,
     WORKLOADS,
     Schedule,
+    Segment,
     Timing,
     make_schedule,
     make_segments,
@@ -125,6 +131,12 @@ def _arguments() -> argparse.Namespace:
     add("--workload", choices=WORKLOADS, default="generated")
     add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace unless burst")
     add("--rate", type=float, default=0.6, help="production requests per second, on average of a whole trace")
+    add(
+        "--busy",
+        type=float,
+        help="share of its time that production alone is to be busy: the rate that does it is looked for, from --rate on",
+    )
+    add("--pairs", type=int, help="as many segments as have so many requests, in place of --segments")
     add("--slo-ttft-ms", type=float, help="default 1000; tight: what its prompts take alone, over 0.87")
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
@@ -147,6 +159,8 @@ def _arguments() -> argparse.Namespace:
         args.workload = "trace"
     elif not args.trace and args.workload in ("trace", "burst"):
         parser.error(f"--workload {args.workload} needs --trace FILE")
+    if args.busy is not None and not 0.05 <= args.busy <= 0.95:
+        parser.error("--busy must be between 0.05 and 0.95")
     given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else USUAL_ARMS)
     unknown = set(given) - set(ARMS)
     if unknown:
@@ -178,12 +192,20 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     )
     timing = Timing(traffic_s=BURST_TRAFFIC_S) if args.workload == "burst" else Timing()
     rows = load_trace(args.trace) if args.trace else None
-    shape = config.shape()
-    segments = make_segments(args.workload, shape, timing, args.segments, traffic_seed, rows, args.run)
+
+    def traffic(rate: float) -> Sequence[Segment]:
+        shape = replace(config.shape(), mean_rate_hz=rate)
+
+        def made(count: int) -> Sequence[Segment]:
+            return make_segments(args.workload, shape, timing, count, traffic_seed, rows, args.run)
+
+        return busy.enough(made, args.pairs) if args.pairs else made(args.segments)
+
+    segments = traffic(args.rate)
     schedule = make_schedule(segments, args.arms, timing, args.run)
-    first = [a for segment in segments for a, _ in segment]
-    if len(first) < 2:
+    if sum(map(len, segments)) < 2:
         raise ConfigError("the excerpt holds no traffic", field="--rate", fix="raise it")
+    probes: list[dict[str, float]] = []
     with SharedMemorySweep(), Workplace(keep=args.keep) as workplace:
         Tokens.generate().save(workplace.path / programs.TOKEN_FILE)
         plan = BenchPlan(config=config, cores=config.cores(), root=workplace.path, logs=config.out / "logs")
@@ -206,6 +228,13 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
                 production = config.production.model_copy(update={"slo_ttft_s": ttft_s})
                 config = config.model_copy(update={"production": production})
                 stages.note(f"first tokens are promised within {1e3 * ttft_s:.0f} ms")
+            if args.busy is not None:
+                rate = await _rate(args, world, supervisor, traffic, timing, stages, probes)
+                shape = config.traffic.model_copy(update={"mean_rate_hz": rate})
+                config = config.model_copy(update={"traffic": shape})
+                segments = traffic(rate)
+                schedule = make_schedule(segments, args.arms, timing, args.run)
+                plan.write_traffic(schedule)
             rollouts = [
                 await stack.enter_async_context(Trajectories(one, NUM_TRAJECTORIES, VOCAB, args.seed))
                 for one in registries
@@ -220,10 +249,13 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         "workload": f"{args.trace.name}{', burst' * (args.workload == 'burst')}"
         if args.trace
         else args.workload,
-        "busiest_second_ratio": _burst(args, segments, timing),
+        "busiest_second_ratio": _burst(args, config.traffic.mean_rate_hz, segments, timing),
         "engine": args.engine,
         "engine_args": list(plan.kind_args),
         "dtype": plan.dtype,
+        "busy_wanted": args.busy,
+        "rates_tried": probes,
+        "segments": len(segments),
         "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
         "timing": asdict(timing),
         "rollouts": counts,
@@ -236,17 +268,47 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     return {**found, **details}
 
 
-def _burst(args: argparse.Namespace, segments: Any, timing: Timing) -> float | None:
+def _burst(args: argparse.Namespace, rate: float, segments: Any, timing: Timing) -> float | None:
     """Requests in the busiest second over the mean: of all traffic served, or of the trace that the burst is from."""
     if args.workload == "burst":
         seconds = [[int(a.at_s) for a, _ in segment] for segment in segments]
-        return statistics.fmean(max(map(found.count, found)) for found in seconds) / args.rate
+        return statistics.fmean(max(map(found.count, found)) for found in seconds) / rate
     moved = [
         type(a)(at_s=number * timing.traffic_s + a.at_s, prompt_tokens=1, output_tokens=1)
         for number, segment in enumerate(segments)
         for a, _ in segment
     ]
     return busiest_second_ratio(moved, len(segments) * timing.traffic_s) if moved else None
+
+
+async def _rate(
+    args: argparse.Namespace,
+    world: World,
+    supervisor: ProcessSupervisor,
+    traffic: Callable[[float], Sequence[Segment]],
+    timing: Timing,
+    stages: Stages,
+    probes: list[dict[str, float]],
+) -> float:
+    """Requests per second at which production alone is as busy as is wanted; what was tried goes to ``probes``."""
+    rate = args.rate
+    for number in range(busy.MOST_PROBES):
+        tried = busy.spread(traffic(rate))
+        schedule = make_schedule(tried, [ALONE_1], timing, args.run, solo=False)
+        world.plan.write_traffic(schedule, probe=number + 1)
+        blocks = await _run(
+            argparse.Namespace(minutes=None, run=args.run), world, supervisor, schedule, stages
+        )
+        world.plan.records_path.unlink()
+        found = busy_share(blocks) or 0.0
+        probes.append({"rate": rate, "busy": found})
+        stages.note(f"at {rate:.3g} requests per second production alone is {100 * found:.0f} % busy")
+        if abs(found - args.busy) <= busy.CLOSE:
+            return rate
+        measured = [tried[block.segment] for block in blocks]
+        rate = busy.next_rate(traffic, timing, rate, busy.fit(measured, timing, found), args.busy)
+    stages.note(f"{rate:.3g} requests per second are served")
+    return rate
 
 
 async def _run(

@@ -66,6 +66,11 @@ def _total(blocks: Sequence[BlockRecord], name: str) -> float:
     return sum(block.counters.get(name, 0.0) for block in blocks)  # runs of before know fewer
 
 
+def busy_share(blocks: Sequence[BlockRecord]) -> float | None:
+    """Of the time of these blocks, production's steps."""
+    return _rate(blocks, "serving_busy_s")
+
+
 def _rate(blocks: Sequence[BlockRecord], name: str) -> float | None:
     seconds = _total(blocks, "seconds")
     return _total(blocks, name) / seconds if seconds > 0 else None
@@ -75,7 +80,7 @@ def _share(
     mine: Sequence[BlockRecord], alone: Sequence[BlockRecord], solo: Sequence[BlockRecord]
 ) -> float | None:
     """Rollout tokens/s over those that the idle part of the core could make."""
-    rate, busy, most = _rate(mine, "decoded"), _rate(alone, "serving_busy_s"), _rate(solo, "decoded")
+    rate, busy, most = _rate(mine, "decoded"), busy_share(alone), _rate(solo, "decoded")
     return None if rate is None or busy is None or not most or busy >= 1.0 else rate / (most * (1.0 - busy))
 
 
@@ -184,7 +189,7 @@ def analyse(
     blocks_of = {arm: [b for b in blocks if b.arm == arm] for arm in (*arms, SOLO)}
     alone = by_arm[ALONE_1] + by_arm[ALONE_2]
     alone_blocks = blocks_of[ALONE_1] + blocks_of[ALONE_2]
-    busy = _rate(alone_blocks, "serving_busy_s")
+    busy = busy_share(alone_blocks)
     steps = _total(alone_blocks, "serving_steps")
     step_ms = 1e3 * _total(alone_blocks, "serving_busy_s") / steps if steps else None
     solo_rate = _rate(blocks_of[SOLO], "decoded")

@@ -277,8 +277,10 @@ SOLO_EVERY = 3
 machine, so it is measured as often as what is divided by it."""
 
 
-def make_schedule(segments: Sequence[Segment], arms: Sequence[str], timing: Timing, run: int = 0) -> Schedule:
-    """Blocks of every segment in every arm, and now and then one of rollouts alone.
+def make_schedule(
+    segments: Sequence[Segment], arms: Sequence[str], timing: Timing, run: int = 0, *, solo: bool = True
+) -> Schedule:
+    """Blocks of every segment in every arm, and now and then one of rollouts alone (``solo``).
 
     ``run`` keeps the pairs of several pooled runs apart.  Each arm has streams of its own for the prefixes: an arm must not profit from what another left in the cache.
     """
@@ -311,7 +313,7 @@ def make_schedule(segments: Sequence[Segment], arms: Sequence[str], timing: Timi
                     )
                 )
                 keys.append((run * 1000 + number) * PAIRS_PER_SEGMENT + index)
-        if number % SOLO_EVERY == 0:
+        if solo and number % SOLO_EVERY == 0:
             start_s = len(blocks) * timing.block_s
             blocks.append(Block(arm=SOLO, segment=number, start_s=start_s, first=len(arrivals), count=0))
     return Schedule(

@@ -45,6 +45,7 @@ POLICY_RECIPE = replace(POLICY, name="bench-policy", hidden_size=256, num_layers
 VOCAB = programs.BYTE_TOKENS
 LONGEST_S = 60.0
 """A request that takes longer is an error."""
+PROBE_SEEDS = 1_000_003
 PORTS = ("scheduler", "relay"), ("harvested", "dedicated")
 """Of the registry and the rollout engine beside each engine core; the demo's relay and its dedicated engine are not started here."""
 
@@ -74,8 +75,8 @@ class BenchPlan(programs.DemoPlan):
         cores = self.kind.num_cores
         return [self.node_dir] if cores == 1 else [core_dir(self.node_dir, core) for core in range(cores)]
 
-    def write_traffic(self, schedule: Schedule) -> None:
-        """The sender's plan: the whole schedule is one period."""
+    def write_traffic(self, schedule: Schedule, probe: int = 0) -> None:
+        """The sender's plan: the whole schedule is one period.  Each ``probe`` has prompts of its own, of which the run finds none in a cache."""
         plan = TrafficPlan(
             url=self.config.url("production"),
             model=programs.PRODUCTION_MODEL,
@@ -88,7 +89,7 @@ class BenchPlan(programs.DemoPlan):
                 self.kind.model_of(key % PAIRS_PER_SEGMENT, programs.PRODUCTION_MODEL)
                 for key in schedule.keys
             ],
-            seed=self.config.seed,
+            seed=self.config.seed + PROBE_SEEDS * probe,
             token_id_low=0,
             token_id_high=VOCAB,
             phase_file=str(self.phase_path),

@@ -19,6 +19,7 @@ run has them once), and both between several files of one workload.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -113,10 +114,12 @@ def read_live(path: Path, traces: Sequence[Path] = ()) -> Live:
         for arm, key, ttft_s, end_s, tokens, _, error, gaps in rows
         if error is None
     ]
-    # A run that its time ended does not say of how many segments its excerpt was: the lengths of its answers do.
+    # A run of before does not say of how many segments its excerpt was: the lengths of its answers do.
     first = 1 + max(sample[1] for sample in samples)
-    for count in range(first, MAX_SEGMENTS):
-        segments = make_segments(workload, shape, timing, count, seed, excerpt)
+    # And until 2026-11-23 each run of a trace served its busiest stretch.
+    counts = [details["segments"]] if "segments" in details else range(first, MAX_SEGMENTS)
+    for count, stretch in itertools.product(counts, sorted({run, 0}, reverse=True)):
+        segments = make_segments(workload, shape, timing, count, seed, excerpt, stretch)
         if all(
             index < len(segments[segment]) and segments[segment][index][0].output_tokens == tokens
             for _, segment, index, _, _, tokens, _ in samples
