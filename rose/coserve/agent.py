@@ -80,9 +80,13 @@ class NodeAgent(Node):
     """
 
     def __init__(
-        self, config: NodeConfig, tokens: Tokens, source: WeightSource | PolicyCopies | None = None
+        self,
+        config: NodeConfig,
+        tokens: Tokens,
+        source: WeightSource | PolicyCopies | None = None,
+        changed_at_s: float = 0.0,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, changed_at_s)
         self._decisions = DecisionLog(
             config.decisions.directory or config.dir,
             f"lending-{config.node_id}",

@@ -66,17 +66,17 @@ def run(
     settings = load_config(NodeConfig, config, overrides or [])
     settings.require_reachable()
     raise_limit(OPEN_FILES)
-    asyncio.run(_run(NodeAgent, settings))
+    asyncio.run(_run(NodeAgent, settings, config.stat().st_mtime))
 
 
-async def _run(agent_type: Any, settings: NodeConfig) -> None:
+async def _run(agent_type: Any, settings: NodeConfig, changed_at_s: float) -> None:
     asks_relay = settings.weights is not None and settings.weights.relay_url.startswith(
         ("http://", "https://")
     )
     needs = ["node", *(["relay"] if asks_relay else [])]
     if settings.weights is not None and settings.weights.signed and settings.weights.public_key is None:
         needs.append("public_key")
-    agent = agent_type(settings, Tokens.load(settings.token_file, needs))
+    agent = agent_type(settings, Tokens.load(settings.token_file, needs), changed_at_s=changed_at_s)
     try:
         await agent.run()
     except RoseError as error:

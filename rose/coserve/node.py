@@ -30,10 +30,15 @@ logger = logging.getLogger("rose.node")
 
 
 class Node:
-    """The parts of a node and its settings in force."""
+    """The parts of a node and its settings in force.
 
-    def __init__(self, config: NodeConfig) -> None:
+    Args:
+        changed_at_s: When the configuration was written last, seconds since the epoch; of one that has no file, never.
+    """
+
+    def __init__(self, config: NodeConfig, changed_at_s: float = 0.0) -> None:
         self.config = config
+        self.changed_at_s = changed_at_s
         self.dir = NodeDir(config.dir)
         self.engine = RolloutEngine(config)
         self.policy: Lending = config.lending.make()

@@ -25,7 +25,8 @@ TAKE_OVER_S = 600.0
 def take_over(node: Node) -> bool:
     """Go on as the operator told an agent that was killed, or ended by an error, a moment ago: one who switched off must not find it on.
 
-    An agent that was asked to end leaves no file, and then the configuration counts.
+    An agent that was asked to end leaves no file, and then the configuration counts.  So does a lower mode in a configuration that was changed
+    since that agent lived: it is the later order.
 
     Returns:
         Whether there was one.  Something of its engine may still be there.
@@ -35,12 +36,20 @@ def take_over(node: Node) -> bool:
         last = reader.read()
         if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
             return False
+        died_at_s = time.time() - age_s(last.heartbeat_ns)
         mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
     except (LedgerError, ValueError, IndexError):
         return False
     finally:
         reader.close()
-    if mode != node.mode:
+    if node.changed_at_s > died_at_s and node.mode < mode:
+        logger.warning(
+            "mode %s, as the configuration says: it was changed after the agent died that had mode %s",
+            node.config.mode,
+            mode.name.lower(),
+        )
+        mode = node.mode
+    elif mode != node.mode:
         logger.warning(
             "mode %s, as the agent that died here had it (configured: %s)",
             mode.name.lower(),

@@ -174,11 +174,15 @@ class Device:
         }
 
     def agent(
-        self, fake: str = "", source: WeightSource | PolicyCopies | None = None, **change: Any
+        self,
+        fake: str = "",
+        source: WeightSource | PolicyCopies | None = None,
+        changed_at_s: float = 0.0,
+        **change: Any,
     ) -> NodeAgent:
         """Run a node agent on this loop until the test ends."""
         table = {k: v for k, v in self.table(fake, **change).items() if v is not None}
-        agent = NodeAgent(validate(NodeConfig, table), self.tokens, source)
+        agent = NodeAgent(validate(NodeConfig, table), self.tokens, source, changed_at_s)
         self.agents.append((agent, asyncio.create_task(agent.run())))
         return agent
 

@@ -544,6 +544,29 @@ async def test_what_was_ordered_outlives_an_agent_that_an_error_has_ended(
     await until(lambda: again.waits_for() == "mode is observe")
 
 
+@pytest.mark.parametrize(
+    ("since_death_s", "mode"), [(-1.0, Mode.ON), (1.0, Mode.OFF)], ids=["older", "newer"]
+)
+async def test_an_off_in_a_file_that_was_changed_after_an_agent_died_counts(
+    device: Device, monkeypatch: pytest.MonkeyPatch, since_death_s: float, mode: Mode
+) -> None:
+    device.produce().phase = Phase.STARTING
+    agent = device.agent(mode="off")
+    await until(agent.config.socket_path.exists, "the agent answers")
+    agent.change(mode=Mode.ON)
+
+    def refused() -> None:
+        raise EngineError("no more")
+
+    monkeypatch.setattr(agent.device, "look", refused)
+    with pytest.raises(EngineError, match="no more"):
+        await device.agents[0][1]
+    died_at_s = time.time()
+    device.agents.clear()
+    again = device.agent(mode="off", changed_at_s=died_at_s + since_death_s)
+    await until(lambda: again.waits_for() == ("mode is off" if mode is Mode.OFF else "serving is not ready"))
+
+
 async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_path: Path) -> None:
     device.agent(dir=str(tmp_path / ("x" * 100)))
     with pytest.raises(ConfigError, match="too long for a socket"):
