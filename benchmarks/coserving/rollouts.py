@@ -1,8 +1,12 @@
 """Rollout demand for one engine: as many multi-turn trajectories at once as asked for, closed loop, for ever.
 
-:class:`Registry` is the scheduler's side of a node agent's registration, no more: it learns the engine's URL and token.
+:class:`Registry` is the scheduler's side of a node agent's registration, no more: it learns the engine's URL and token, and how much it may hold.
 :class:`Trajectories` keeps the engine busy.  A turn that production's memory cost its place ends with the tokens it
-has; it goes on from them at once, as rose-scheduler would have it.
+has; it goes on from them at once, where there is room.
+
+As with rose-scheduler no turn is sent for whose tokens the engine has no room by its latest heartbeat.  Sent all the same they are refused, each for some
+milliseconds of the processor that the two engines share: without this rule 16 trajectories asked 80 times a second while nothing was lent, and
+production had a fifth less of its core (``coserve-busy-code65-1-no-room``).
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import asyncio
 import itertools
 import random
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -34,6 +40,10 @@ class Registry:
         self.worker: dict[str, Any] | None = None
         self.ready = asyncio.Event()
         """The node's heartbeat says that its engine takes turns; rose-scheduler sends it none otherwise."""
+        self.budget_tokens: int | None = None
+        """What the engine may hold, by the latest heartbeat; None: it has not said."""
+        self._sent_tokens = 0
+        self._changed = asyncio.Condition()
 
     async def __aenter__(self) -> Registry:
         app = web.Application()
@@ -48,6 +58,27 @@ class Registry:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    @asynccontextmanager
+    async def room(self, num_tokens: int) -> AsyncIterator[dict[str, Any]]:
+        """Wait until the engine takes turns and has room for one of so many tokens beside those that are there; the worker, as registered."""
+
+        def fits() -> bool:
+            budget = self.budget_tokens
+            return self.ready.is_set() and (budget is None or self._sent_tokens + num_tokens <= budget)
+
+        async with self._changed:
+            await self._changed.wait_for(fits)
+            self._sent_tokens += num_tokens
+        try:
+            assert (
+                self.worker is not None
+            )  # of an engine that nobody has registered no heartbeat says that it is ready
+            yield self.worker
+        finally:
+            self._sent_tokens -= num_tokens
+            async with self._changed:
+                self._changed.notify_all()
+
     async def _register(self, request: web.Request) -> web.Response:
         self.worker = await request.json()
         return web.json_response({"known": True})
@@ -58,6 +89,9 @@ class Registry:
             self.ready.set()
         else:
             self.ready.clear()
+        self.budget_tokens = beat.get("kv_budget_tokens")
+        async with self._changed:
+            self._changed.notify_all()
         return web.json_response({"known": self.worker is not None})
 
     async def _ok(self, _: web.Request) -> web.Response:
@@ -104,10 +138,7 @@ class Trajectories:
     async def _turn(self, context: list[int]) -> list[int]:
         found: list[int] = []
         while len(found) < OUTPUT_TOKENS:
-            await self._registry.ready.wait()
-            worker = self._registry.worker
-            answer = None
-            if worker is not None:
+            async with self._registry.room(len(context) + OUTPUT_TOKENS) as worker:
                 answer = await self._ask(worker, context + found, OUTPUT_TOKENS - len(found))
             if answer is None:
                 await asyncio.sleep(RETRY_S)
