@@ -58,6 +58,7 @@ from benchmarks.coserving.plan import (
     ARMS,
     BURST_TRAFFIC_S,
     QUICK_ARMS,
+    RETIMED,
     SOLO,
     SOLO_ARM,
     TIGHT_SHARE,
@@ -68,6 +69,7 @@ from benchmarks.coserving.plan import (
     Timing,
     make_schedule,
     make_segments,
+    retime,
 )
 from benchmarks.coserving.rollouts import Registry, Trajectories
 from benchmarks.coserving.world import PORTS, VOCAB, BenchPlan, World, answered, delta, traffic_start_s
@@ -193,15 +195,16 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     timing = Timing(traffic_s=BURST_TRAFFIC_S) if args.workload == "burst" else Timing()
     rows = load_trace(args.trace) if args.trace else None
 
-    def traffic(rate: float) -> Sequence[Segment]:
+    def made(count: int, rate: float) -> Sequence[Segment]:
         shape = replace(config.shape(), mean_rate_hz=rate)
+        return make_segments(args.workload, shape, timing, count, traffic_seed, rows, args.run)
 
-        def made(count: int) -> Sequence[Segment]:
-            return make_segments(args.workload, shape, timing, count, traffic_seed, rows, args.run)
+    def traffic(rate: float) -> Sequence[Segment]:
+        if rate != args.rate and args.workload in RETIMED:
+            return retime(traffic(args.rate), timing, rate / args.rate)
+        return busy.enough(lambda n: made(n, rate), args.pairs) if args.pairs else made(args.segments, rate)
 
-        return busy.enough(made, args.pairs) if args.pairs else made(args.segments)
-
-    segments = traffic(args.rate)
+    stretch = segments = traffic(args.rate)
     schedule = make_schedule(segments, args.arms, timing, args.run)
     if sum(map(len, segments)) < 2:
         raise ConfigError("the excerpt holds no traffic", field="--rate", fix="raise it")
@@ -255,7 +258,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         "dtype": plan.dtype,
         "busy_wanted": args.busy,
         "rates_tried": probes,
-        "segments": len(segments),
+        "stretch": {"rate": args.rate, "segments": len(stretch)},
         "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
         "timing": asdict(timing),
         "rollouts": counts,

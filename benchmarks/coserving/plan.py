@@ -25,6 +25,8 @@ from rose.evaluation.arrivals import (
 
 ALONE_1, ALONE_2, SOLO = "alone_1", "alone_2", "solo"
 WORKLOADS = ("generated", "trace", "burst", "multiturn", "tight")
+RETIMED = ("generated", "trace")
+"""Of these a higher rate is the same requests closer together (:func:`retime`); the others are made for the rate."""
 TIGHT_SHARE = 0.87
 """``tight``: of its limit, what a prompt takes alone."""
 TIGHT_OUTPUT_TOKENS = 8
@@ -217,6 +219,22 @@ def make_segments(
             moved = Arrival(at_s=at_s, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
             segments[number].append((moved, Prefix()))
     return list(segments)
+
+
+def retime(segments: Sequence[Segment], timing: Timing, factor: float) -> list[Segment]:
+    """The same requests, ``factor`` times as close together, cut into segments anew.
+
+    Which stretch of a trace is the ``k``-th busiest depends on how long it is in the trace's time, so on the rate: a rate that is looked for on one
+    stretch must not move to another.
+    """
+    found: list[list[tuple[Arrival, Prefix]]] = []
+    for number, segment in enumerate(segments):
+        for one, prefix in segment:
+            at_s = (number * timing.traffic_s + one.at_s) / factor
+            place = int(at_s // timing.traffic_s)
+            found += [[] for _ in range(len(found), place + 1)]
+            found[place].append((replace(one, at_s=at_s - place * timing.traffic_s), prefix))
+    return list(found)
 
 
 def _tight(shape: TrafficShape, timing: Timing, seed: int, number: int) -> Segment:

@@ -33,7 +33,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
+from benchmarks.coserving.plan import RETIMED, SOLO, Prefix, Timing, make_segments, retime  # noqa: E402
 from benchmarks.coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
 from benchmarks.coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 from benchmarks.lib.report import Report  # noqa: E402
@@ -114,12 +114,18 @@ def read_live(path: Path, traces: Sequence[Path] = ()) -> Live:
         for arm, key, ttft_s, end_s, tokens, _, error, gaps in rows
         if error is None
     ]
-    # A run of before does not say of how many segments its excerpt was: the lengths of its answers do.
+    # Runs of before do not say of how many segments their excerpt was: the lengths of its answers do.  And until 2026-11-23 each run of a
+    # trace served its busiest stretch.
+    told = details.get("stretch")
     first = 1 + max(sample[1] for sample in samples)
-    # And until 2026-11-23 each run of a trace served its busiest stretch.
-    counts = [details["segments"]] if "segments" in details else range(first, MAX_SEGMENTS)
+    counts = range(first, MAX_SEGMENTS) if told is None else [told["segments"]]
+    rate = shape.mean_rate_hz
+    if told is not None:
+        shape = replace(shape, mean_rate_hz=told["rate"])
     for count, stretch in itertools.product(counts, sorted({run, 0}, reverse=True)):
         segments = make_segments(workload, shape, timing, count, seed, excerpt, stretch)
+        if told is not None and rate != told["rate"] and workload in RETIMED:
+            segments = retime(segments, timing, rate / told["rate"])
         if all(
             index < len(segments[segment]) and segments[segment][index][0].output_tokens == tokens
             for _, segment, index, _, _, tokens, _ in samples

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does the simulator tell policies apart?   Its skill over predictors that know nothing, on differences between live arms.
 
-    python benchmarks/sim/skill.py --calibrate A.json --test CODE.json --test CONV.json --test MULTITURN.json --trace CSV --json F
+    python benchmarks/sim/skill.py --calibrate A.json --policy-profile P.json --test CODE.json --test CONV.json --test MULTITURN.json --trace CSV --json F
 
 Calibration, simulation and live files are those of ``benchmarks/sim/sim_predict.py``.  A *difference* is the logarithm of one arm's figure over
 another's, of one workload: of production's first token and time between tokens (P50 and P99), each arm over production alone and over each other arm; of the
@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.report import Report  # noqa: E402
 from benchmarks.sim.sim_predict import ALONE, SYSTEMS, Live, calibrate, predict, read_live  # noqa: E402
+from rose.coserve.step_profile import load_profile  # noqa: E402
 from rose.errors import RoseError  # noqa: E402
 from rose.evaluation.statistics import percentile  # noqa: E402
 
@@ -131,11 +132,15 @@ def main() -> int:
     parser.add_argument("--calibrate", type=Path, required=True, metavar="A.json")
     parser.add_argument("--test", action="append", required=True, type=Path, metavar="FILE")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="repeatable")
+    parser.add_argument(
+        "--policy-profile", type=Path, help="what `rose profile` measured of the rollout engine"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = Report("skill")
     try:
-        found = calibrate(read_live(args.calibrate, args.trace), None)
+        policy = load_profile(args.policy_profile) if args.policy_profile else None
+        found = calibrate(read_live(args.calibrate, args.trace), policy)
         lives = [read_live(path, args.trace) for path in args.test]
         guesses = [differences(predict(live, found)) for live in lives]
     except RoseError as error:

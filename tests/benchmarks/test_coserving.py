@@ -19,6 +19,7 @@ from benchmarks.coserving.plan import (
     Timing,
     make_schedule,
     make_segments,
+    retime,
 )
 from benchmarks.coserving.world import Reading, _cpu_s_of, delta
 from rose.evaluation.arms import RequestLatency, Slo
@@ -49,6 +50,24 @@ def test_each_arm_serves_the_same_requests_at_the_same_moments_of_its_blocks() -
             )
     assert served["alone_1"] == served["alone_2"] == served["rose"]
     assert len(served["rose"]) == sum(map(len, segments)) > 0
+
+
+def test_another_rate_of_a_stretch_is_the_same_requests_closer_together() -> None:
+    timing = Timing()
+    segments = make_segments("generated", SHAPE, timing, 6, 0, None)
+
+    def moments(segments: Any) -> list[tuple[float, int, int]]:
+        return [
+            (number * timing.traffic_s + one.at_s, one.prompt_tokens, one.output_tokens)
+            for number, segment in enumerate(segments)
+            for one, _ in segment
+        ]
+
+    closer = retime(segments, timing, 1.7)
+
+    assert all(0 <= one.at_s < timing.traffic_s for segment in closer for one, _ in segment)
+    assert [row[1:] for row in moments(closer)] == [row[1:] for row in moments(segments)]
+    assert [row[0] for row in moments(closer)] == pytest.approx([row[0] / 1.7 for row in moments(segments)])
 
 
 def test_rollouts_alone_take_their_turn_among_the_arms() -> None:
