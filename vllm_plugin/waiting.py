@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from rose.policy.coserving.steps import claimed_blocks
 from vllm_plugin import internals
 
 WAITING_LOOKED_AT = 64
@@ -18,17 +20,23 @@ class WaitingRequests:
         self._missing: dict[tuple[str, int, int], int] = {}
 
     def blocks_missing(self) -> int:
-        """Blocks that those lack who need nothing else to start.
+        """Blocks that those lack who need nothing else to start, and whom the next steps can take in (:func:`claimed_blocks`).
 
         Asking vLLM takes microseconds a group, so of those that waited at the last look too the answer is kept.
         """
         scheduler, known = self._scheduler, self._missing
-        self._missing = {
-            key: known[key] if key in known else internals.blocks_missing(scheduler, request)
-            for request in internals.wait_for_blocks(scheduler, WAITING_LOOKED_AT)
-            for key in ((request.request_id, request.num_tokens, request.num_computed_tokens),)
-        }
-        return sum(self._missing.values())
+        self._missing = kept = {}
+
+        def each() -> Iterator[tuple[int, int]]:
+            for request in internals.wait_for_blocks(scheduler, WAITING_LOOKED_AT):
+                key = (request.request_id, request.num_tokens, request.num_computed_tokens)
+                blocks = known[key] if key in known else internals.blocks_missing(scheduler, request)
+                kept[key] = blocks
+                # What lies in the prefix cache is neither lacked nor computed.
+                tokens = min(request.num_tokens - request.num_computed_tokens, blocks * scheduler.block_size)
+                yield tokens, blocks
+
+        return claimed_blocks(each(), scheduler.max_num_scheduled_tokens)
 
     def let_past(self, usable_blocks: int) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""

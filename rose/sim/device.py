@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, Demand, Rule, admit
+from rose.policy.coserving.steps import claimed_blocks
 from rose.policy.rounds import RoundParams, Rounds
 from rose.policy.stop_reasons import RECLAIMED
 from rose.sim.board import board_of
@@ -414,12 +415,12 @@ class SimDevice:
             self.host.boundary(self, now_s)
 
     def _waiting_pages(self, serving: SimEngine) -> int:
-        """What the requests that wait for memory would take."""
+        """What the requests that wait for memory would take, as far as the next steps can take them in."""
         if not serving.waiting:
             return 0
         looked_at = islice(serving.waiting, _WAITING_LOOKED_AT)
-        tokens = sum(request.prompt + 1 for request in looked_at if not request.done)
-        return math.ceil(tokens / self.serving_page_tokens)
+        waiting = ((request.prompt, request.prompt + 1) for request in looked_at if not request.done)
+        return math.ceil(claimed_blocks(waiting, serving.chunk_tokens) / self.serving_page_tokens)
 
     def _follow(self, memory: SharedMemory, rollout: SimEngine, now_s: float) -> bool:
         """The rollout engine holds what it may; prefixes go first, then the youngest turns.  Whether it gave anything up."""

@@ -17,6 +17,7 @@ Pure: no I/O, no clock.  Times are nanoseconds on one clock; blocks are the engi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from rose.policy.coserving.first_tokens import FirstTokens
 from rose.policy.coserving.timing import is_late
@@ -27,6 +28,25 @@ _DRAFTS_WEIGHT = 1 / 16
 """Of a step's drafts in what is expected of the next: about the last 16 steps that decode count."""
 WATERMARK_FRACTION = 0.05
 """Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
+CLAIM_STEPS = 2
+"""A claim is for those whose prompts so many full steps can read: the next one, and one more while what is claimed comes back.  Who stands further
+behind cannot use memory before the next claim is made; claimed for a whole queue, every burst took the whole loan, and left none for an hour after."""
+
+
+def claimed_blocks(waiting: Iterable[tuple[int, int]], step_tokens: int) -> int:
+    """What those lack who wait for blocks, as far as ``CLAIM_STEPS`` steps can take them in; the last of these in whole.
+
+    Args:
+        waiting: Of each in its order, prompt tokens to compute and blocks that it lacks.  vLLM lets none begin whose whole prompt does not fit.
+        step_tokens: Of a full step.
+    """
+    blocks = tokens = 0
+    for num_tokens, num_blocks in waiting:
+        blocks += num_blocks
+        tokens += num_tokens
+        if tokens >= CLAIM_STEPS * step_tokens:
+            break
+    return blocks
 
 
 class StepBook:
@@ -94,7 +114,7 @@ class StepBook:
         Args:
             lent_chunks: Out of production's use, and :meth:`claimable`; nothing beyond them can be claimed.
             free_blocks: Of what it can use.
-            waiting_blocks: What requests that wait for memory would take.
+            waiting_blocks: Of requests that wait for memory, :func:`claimed_blocks`.
         """
         short = self.watermark_blocks + waiting_blocks - free_blocks
         chunks = min(lent_chunks, -(-short // self._chunk_blocks)) if short > 0 else 0

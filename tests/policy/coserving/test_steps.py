@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.policy.coserving.steps import WATERMARK_FRACTION, StepBook
+from rose.policy.coserving.steps import CLAIM_STEPS, WATERMARK_FRACTION, StepBook, claimed_blocks
 
 MS = 1_000_000
 
@@ -26,6 +26,21 @@ def test_nothing_beyond_the_loan_is_claimed() -> None:
     book.claim(lent_chunks=3, free_blocks=0, waiting_blocks=1000)
 
     assert book.claim_chunks == 3
+
+
+def test_of_a_long_queue_only_those_are_claimed_for_whom_the_next_steps_can_read() -> None:
+    queue = [(100, 7)] * 50
+
+    assert claimed_blocks(queue, step_tokens=250) == 7 * CLAIM_STEPS * 250 // 100
+    assert claimed_blocks(queue[:3], step_tokens=250) == 21
+
+
+def test_a_prompt_longer_than_all_of_those_steps_is_claimed_for_in_whole() -> None:
+    assert claimed_blocks([(10_000, 625), (100, 7)], step_tokens=250) == 625
+
+
+def test_what_lies_in_the_prefix_cache_takes_nothing_of_a_step() -> None:
+    assert claimed_blocks([(0, 1)] * 50, step_tokens=250) == 50
 
 
 def test_a_claim_that_goes_on_is_one_pressure() -> None:
