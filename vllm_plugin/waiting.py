@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rose.policy.admission import StepModel
 from rose.policy.coserving.steps import claimed_blocks
 from vllm_plugin import internals
 
@@ -13,10 +14,10 @@ WAITING_LOOKED_AT = 64
 
 
 class WaitingRequests:
-    """See the module."""
+    """See the module.  ``model``: of the steps that read prompts."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, model: StepModel) -> None:
+        self._scheduler, self._model = scheduler, model
         self._missing: dict[tuple[str, int, int], int] = {}
 
     def blocks_missing(self) -> int:
@@ -36,7 +37,11 @@ class WaitingRequests:
                 tokens = min(request.num_tokens - request.num_computed_tokens, blocks * scheduler.block_size)
                 yield tokens, blocks
 
-        return claimed_blocks(each(), scheduler.max_num_scheduled_tokens)
+        return claimed_blocks(
+            each(),
+            step_tokens=scheduler.max_num_scheduled_tokens,
+            prefill_token_s=self._model.prefill_token_s,
+        )
 
     def let_past(self, usable_blocks: int) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""

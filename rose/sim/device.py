@@ -420,7 +420,8 @@ class SimDevice:
             return 0
         looked_at = islice(serving.waiting, _WAITING_LOOKED_AT)
         waiting = ((request.prompt, request.prompt + 1) for request in looked_at if not request.done)
-        return math.ceil(claimed_blocks(waiting, serving.chunk_tokens) / self.serving_page_tokens)
+        tokens = claimed_blocks(waiting, step_tokens=serving.chunk_tokens, prefill_token_s=serving.prefill_s)
+        return math.ceil(tokens / self.serving_page_tokens)
 
     def _follow(self, memory: SharedMemory, rollout: SimEngine, now_s: float) -> bool:
         """The rollout engine holds what it may; prefixes go first, then the youngest turns.  Whether it gave anything up."""

@@ -138,6 +138,7 @@ def test_of_a_queue_those_count_whom_the_next_two_steps_can_read(
     """40 of the 64 prompts that have a seat are 120 blocks: with the watermark 18 more than are usable, of a chunk of 32.  20 fit."""
     scheduler.max_num_active_reqs = 64
     scheduler.max_num_scheduled_tokens = step_tokens
+    scheduler.rose.learner.model._coefficients[1] = 1.0  # a prompt token takes a second
     add_many(scheduler)
     assert claim(scheduler) == chunks
 
