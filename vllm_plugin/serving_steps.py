@@ -52,7 +52,7 @@ class ServingSteps:
         self._seam, self._balloon, self._steps, self._search = seam, balloon, steps, search
         self._ghost, self._prefixes, self._board, self._learner = ghost, prefixes, board, learner
         self._first_tokens, self._fail = first_tokens, fail
-        self._queue = WaitingRequests(scheduler, learner.model)
+        self._queue = WaitingRequests(scheduler)
         self._encodes = internals.encoder_budget(scheduler) > 0
         self._claim_told = 0
         self._rests = False

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from rose.policy.admission import StepModel
-from rose.policy.coserving.steps import claimed_blocks
 from vllm_plugin import internals
 
 WAITING_LOOKED_AT = 64
@@ -14,34 +11,24 @@ WAITING_LOOKED_AT = 64
 
 
 class WaitingRequests:
-    """See the module.  ``model``: of the steps that read prompts."""
+    """See the module."""
 
-    def __init__(self, scheduler: Any, model: StepModel) -> None:
-        self._scheduler, self._model = scheduler, model
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
         self._missing: dict[tuple[str, int, int], int] = {}
 
     def blocks_missing(self) -> int:
-        """Blocks that those lack who need nothing else to start, and whom the next steps can take in (:func:`claimed_blocks`).
+        """Blocks that those lack who need nothing else to start.
 
         Asking vLLM takes microseconds a group, so of those that waited at the last look too the answer is kept.
         """
         scheduler, known = self._scheduler, self._missing
-        self._missing = kept = {}
-
-        def each() -> Iterator[tuple[int, int]]:
-            for request in internals.wait_for_blocks(scheduler, WAITING_LOOKED_AT):
-                key = (request.request_id, request.num_tokens, request.num_computed_tokens)
-                blocks = known[key] if key in known else internals.blocks_missing(scheduler, request)
-                kept[key] = blocks
-                # What lies in the prefix cache is neither lacked nor computed.
-                tokens = min(request.num_tokens - request.num_computed_tokens, blocks * scheduler.block_size)
-                yield tokens, blocks
-
-        return claimed_blocks(
-            each(),
-            step_tokens=scheduler.max_num_scheduled_tokens,
-            prefill_token_s=self._model.prefill_token_s,
-        )
+        self._missing = {
+            key: known[key] if key in known else internals.blocks_missing(scheduler, request)
+            for request in internals.wait_for_blocks(scheduler, WAITING_LOOKED_AT)
+            for key in ((request.request_id, request.num_tokens, request.num_computed_tokens),)
+        }
+        return sum(self._missing.values())
 
     def let_past(self, usable_blocks: int) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""

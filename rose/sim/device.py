@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, Demand, Rule, admit
-from rose.policy.coserving.steps import claimed_blocks
 from rose.policy.rounds import RoundParams, Rounds
 from rose.policy.stop_reasons import RECLAIMED
 from rose.sim.board import board_of
@@ -415,12 +414,11 @@ class SimDevice:
             self.host.boundary(self, now_s)
 
     def _waiting_pages(self, serving: SimEngine) -> int:
-        """What the requests that wait for memory would take, as far as the next steps can take them in."""
+        """What the requests that wait for memory would take."""
         if not serving.waiting:
             return 0
         looked_at = islice(serving.waiting, _WAITING_LOOKED_AT)
-        waiting = ((request.prompt, request.prompt + 1) for request in looked_at if not request.done)
-        tokens = claimed_blocks(waiting, step_tokens=serving.chunk_tokens, prefill_token_s=serving.prefill_s)
+        tokens = sum(request.prompt + 1 for request in looked_at if not request.done)
         return math.ceil(tokens / self.serving_page_tokens)
 
     def _follow(self, memory: SharedMemory, rollout: SimEngine, now_s: float) -> bool:

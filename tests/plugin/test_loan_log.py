@@ -89,7 +89,6 @@ def scheduler(folder: Path, config: Any, node_dir: Path) -> Iterator[Any]:
     wish = NodeState(mode=Mode.ON, lend_pages=12, has_serving=1)
     agent.write(wish)
     scheduler = harness.build(ServingScheduler, config)
-    scheduler.max_num_scheduled_tokens = 64 * 300  # the whole queue is for the next step
     scheduler.rose_attach(harness.engine())
 
     def lent() -> bool:

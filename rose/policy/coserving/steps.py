@@ -16,9 +16,7 @@ Pure: no I/O, no clock.  Times are nanoseconds on one clock; blocks are the engi
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable
 
 from rose.policy.coserving.first_tokens import FirstTokens
 from rose.policy.coserving.timing import is_late
@@ -29,29 +27,6 @@ _DRAFTS_WEIGHT = 1 / 16
 """Of a step's drafts in what is expected of the next: about the last 16 steps that decode count."""
 WATERMARK_FRACTION = 0.05
 """Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
-CLAIM_STEPS, CLAIM_S = 2, 0.5
-"""A claim is for those whose prompts can be read in so many full steps, the next one and one more while what is claimed comes back, or in so many
-seconds, where full steps are shorter than a cut with its kill may take.  Who stands further behind cannot use memory before the next claim is made;
-claimed for a whole queue, every burst took the whole loan, and left none for an hour after."""
-
-
-def claimed_blocks(waiting: Iterable[tuple[int, int]], *, step_tokens: int, prefill_token_s: float) -> int:
-    """What those lack who wait for blocks, as far as ``CLAIM_STEPS`` steps or ``CLAIM_S`` take them in; the last of these in whole.
-
-    Args:
-        waiting: Of each in its order, prompt tokens to compute and blocks that it lacks.  vLLM lets none begin whose whole prompt does not fit.
-        step_tokens: Of a full step.
-        prefill_token_s: What each of them takes; 0: not known.
-    """
-    within = CLAIM_S / prefill_token_s if prefill_token_s > 0 else math.inf
-    most = max(CLAIM_STEPS * step_tokens, within)
-    blocks = tokens = 0
-    for num_tokens, num_blocks in waiting:
-        blocks += num_blocks
-        tokens += num_tokens
-        if tokens >= most:
-            break
-    return blocks
 
 
 class StepBook:
@@ -119,7 +94,7 @@ class StepBook:
         Args:
             lent_chunks: Out of production's use, and :meth:`claimable`; nothing beyond them can be claimed.
             free_blocks: Of what it can use.
-            waiting_blocks: Of requests that wait for memory, :func:`claimed_blocks`.
+            waiting_blocks: What requests that wait for memory would take.
         """
         short = self.watermark_blocks + waiting_blocks - free_blocks
         chunks = min(lent_chunks, -(-short // self._chunk_blocks)) if short > 0 else 0

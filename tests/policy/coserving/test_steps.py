@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.policy.coserving.steps import CLAIM_S, CLAIM_STEPS, WATERMARK_FRACTION, StepBook, claimed_blocks
+from rose.policy.coserving.steps import WATERMARK_FRACTION, StepBook
 
 MS = 1_000_000
 
@@ -26,33 +26,6 @@ def test_nothing_beyond_the_loan_is_claimed() -> None:
     book.claim(lent_chunks=3, free_blocks=0, waiting_blocks=1000)
 
     assert book.claim_chunks == 3
-
-
-SLOW_S = 1.0
-"""For each prompt token: in ``CLAIM_S`` less is read than in a step of these tests."""
-
-
-def test_of_a_long_queue_only_those_are_claimed_for_whom_the_next_steps_can_read() -> None:
-    queue = [(100, 7)] * 50
-
-    assert claimed_blocks(queue, step_tokens=250, prefill_token_s=SLOW_S) == 7 * CLAIM_STEPS * 250 // 100
-    assert claimed_blocks(queue[:3], step_tokens=250, prefill_token_s=SLOW_S) == 21
-
-
-def test_where_steps_are_short_those_are_claimed_for_who_can_be_read_within_a_cut() -> None:
-    queue = [(100, 7)] * 50
-
-    assert claimed_blocks(queue, step_tokens=250, prefill_token_s=CLAIM_S / 2000) == 7 * 20
-    assert claimed_blocks(queue, step_tokens=250, prefill_token_s=0.0) == 7 * 50
-
-
-def test_a_prompt_longer_than_all_of_those_steps_is_claimed_for_in_whole() -> None:
-    queue = [(10_000, 625), (100, 7)]
-    assert claimed_blocks(queue, step_tokens=250, prefill_token_s=SLOW_S) == 625
-
-
-def test_what_lies_in_the_prefix_cache_takes_nothing_of_a_step() -> None:
-    assert claimed_blocks([(0, 1)] * 50, step_tokens=250, prefill_token_s=SLOW_S) == 50
 
 
 def test_a_claim_that_goes_on_is_one_pressure() -> None:
