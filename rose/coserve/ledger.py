@@ -37,6 +37,7 @@ import struct
 import time
 import weakref
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -94,6 +95,7 @@ class RecordWriter(Generic[R]):
         path: The file; made with mode 0600, its directory (:mod:`rose.private_dir`) with 0700.
         record_type: A frozen dataclass of ints.
         extra_bytes: Room behind the record, zeroed: :attr:`extra`.
+        first: What the file says from the moment that it is there; None: nothing, until the first :meth:`write`.
 
     Attributes:
         extra: The bytes behind the record, in this process's own memory; :meth:`write` publishes them.
@@ -104,7 +106,9 @@ class RecordWriter(Generic[R]):
     Not thread-safe: one thread writes.  ``wake`` may be called from any thread.
     """
 
-    def __init__(self, path: Path | str, record_type: type[R], extra_bytes: int = 0) -> None:
+    def __init__(
+        self, path: Path | str, record_type: type[R], extra_bytes: int = 0, first: R | None = None
+    ) -> None:
         if not 0 <= extra_bytes <= MAX_EXTRA_BYTES:
             raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
         self.path = Path(path)
@@ -126,6 +130,8 @@ class RecordWriter(Generic[R]):
         self._seen = bytearray(len(self._image) + 1)  # one more: a file that has grown is not ours either
         self._pinned_seen = ctypes.c_char.from_buffer(self._seen)
         self._lock_fd = -1
+        if first is not None:
+            self._number = self._pack(layout.values_of(first))
         self._own(*_create(self.path, self._image))
         _writers.add(self)
 
@@ -155,19 +161,7 @@ class RecordWriter(Generic[R]):
         """:meth:`write` by the record's fields in their order, for a step path that has no time to make a record."""
         if self._lock_fd < 0:
             raise LedgerError("this process is not its writer", field=str(self.path))
-        number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
-        if number == 0:
-            number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
-        slot = number & 1
-        try:
-            self._layout.numbered.pack_into(self._image, self._numbered_at[slot], number, *values)
-        except (struct.error, TypeError) as error:
-            # Our copy has half a record now and the file has none of it: they have to agree.
-            length, at = self._layout.numbered.size, self._numbered_at[slot]
-            self._numbered[slot][:] = os.pread(self._lock_fd, length, at).ljust(length, b"\0")
-            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
-        self._checksums[slot][0] = zlib.crc32(self._numbered[slot])
-        self._word[0] = number
+        number = self._pack(values)
         try:
             if self.extra:
                 self._image[EXTRA_AT:] = self.extra
@@ -176,6 +170,28 @@ class RecordWriter(Generic[R]):
         except OSError as error:
             raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
         self._number = number
+
+    def _pack(self, values: Sequence[int]) -> int:
+        """Put the next record into our copy of the file; its number.
+
+        Raises:
+            LedgerError: As :meth:`write`.
+        """
+        number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
+        if number == 0:
+            number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
+        slot = number & 1
+        try:
+            self._layout.numbered.pack_into(self._image, self._numbered_at[slot], number, *values)
+        except (struct.error, TypeError) as error:
+            if self._lock_fd >= 0:
+                # Our copy has half a record now and the file has none of it: they have to agree.
+                length, at = self._layout.numbered.size, self._numbered_at[slot]
+                self._numbered[slot][:] = os.pread(self._lock_fd, length, at).ljust(length, b"\0")
+            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
+        self._checksums[slot][0] = zlib.crc32(self._numbered[slot])
+        self._word[0] = number
+        return number
 
     def wake(self) -> None:
         """Wake everybody in :meth:`RecordReader.wait` on this file."""

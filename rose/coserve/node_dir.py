@@ -58,8 +58,8 @@ class NodeDir:
         self.folder = private_dir(path)
         """Held, so that all files of this object are of one directory."""
 
-    def node_writer(self) -> RecordWriter[NodeState]:
-        return RecordWriter(self.path / "node.state", NodeState)
+    def node_writer(self, first: NodeState | None = None) -> RecordWriter[NodeState]:
+        return RecordWriter(self.path / "node.state", NodeState, first=first)
 
     def node(self) -> RecordReader[NodeState]:
         return RecordReader(self.path / "node.state", NodeState)

@@ -78,18 +78,15 @@ def keep_off(directory: NodeDir) -> str:
         last = reader.read()
         if last is None:
             return 'No agent has left anything here: the next one begins as its file says, so set mode = "off" there.'
-        with directory.node_writer() as writer:
-            writer.write(
-                replace(
-                    last,
-                    epoch=last.epoch + 1,
-                    mode=int(Mode.OFF),
-                    lend_pages=0,
-                    deadline_ns=0,
-                    heartbeat_ns=time.monotonic_ns(),
-                )
-            )
-            writer.wake()
+        order = replace(
+            last,
+            epoch=last.epoch + 1,
+            mode=int(Mode.OFF),
+            lend_pages=0,
+            deadline_ns=0,
+            heartbeat_ns=time.monotonic_ns(),
+        )
+        directory.node_writer(order).close()
     except LedgerError as error:
         return f"The order could not be kept ({error}): say `rose node off` again once an agent answers."
     finally:
@@ -109,7 +106,9 @@ class StateFile:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._writer = node.dir.node_writer()
+        # Not for a moment without settings: whoever comes after us, killed here, takes over what we took over.
+        first = replace(self._in_force(), epoch=node.epoch, heartbeat_ns=time.monotonic_ns())
+        self._writer = node.dir.node_writer(first)
         self._published: NodeState | None = None
 
     def publish(self, deadline_s: float | None) -> None:

@@ -14,6 +14,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, NodeState, Phase, RankState
+from rose.coserve.state_file import StateFile
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.compat import Support
 from rose.policy.lending_events import ALL_PAGES
@@ -565,6 +566,26 @@ async def test_an_off_in_a_file_that_was_changed_after_an_agent_died_counts(
     device.agents.clear()
     again = device.agent(mode="off", changed_at_s=died_at_s + since_death_s)
     await until(lambda: again.waits_for() == ("mode is off" if mode is Mode.OFF else "serving is not ready"))
+
+
+async def test_an_agent_killed_before_its_first_word_hands_on_what_it_took_over(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered = NodeState(mode=Mode.OFF, heartbeat_ns=time.monotonic_ns())
+    NodeDir(device.dir).node_writer(ordered).close()
+
+    def killed(*_: object) -> None:
+        raise EngineError("killed")
+
+    monkeypatch.setattr(StateFile, "publish", killed)
+    monkeypatch.setattr(StateFile, "close", lambda _: None)
+    device.agent()
+    with pytest.raises(EngineError, match="killed"):
+        await device.agents.pop()[1]
+
+    left = NodeDir(device.dir).node().read()
+    assert left is not None
+    assert left.mode == Mode.OFF
 
 
 async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_path: Path) -> None:

@@ -84,6 +84,33 @@ def values(board: ServingBoard) -> set[int]:
     return {getattr(board, name) for name in ServingBoard.__dataclass_fields__}
 
 
+def test_a_first_record_is_there_from_the_files_first_moment(
+    node: NodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is written the file of the writer before stands; so a process killed in between leaves one of both."""
+    rename, seen = os.rename, []
+
+    def renamed(*args: object, **kwargs: object) -> None:
+        rename(*args, **kwargs)  # type: ignore[arg-type]
+        seen.append(node.node().read())
+
+    node.node_writer(NodeState(epoch=7)).close()
+    monkeypatch.setattr(os, "rename", renamed)
+    writer = node.node_writer(NodeState(epoch=8))
+    assert seen == [NodeState(epoch=8)]
+
+    writer.write(NodeState(epoch=9))
+    assert node.node().read() == NodeState(epoch=9)
+    writer.close()
+
+
+def test_a_first_record_that_is_no_record_leaves_what_was_there(node: NodeDir) -> None:
+    node.node_writer(NodeState(epoch=7)).close()
+    with pytest.raises(LedgerError, match="bad field"):
+        node.node_writer(NodeState(epoch=1 << 70))
+    assert node.node().read() == NodeState(epoch=7)
+
+
 def test_a_record_comes_back_as_it_was_written(node: NodeDir) -> None:
     writer, reader = node.serving_board_writer(), node.serving_board()
     assert reader.read() is None
