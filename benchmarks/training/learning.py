@@ -51,7 +51,6 @@ LAST_STEPS = 5
 BAR = -0.05
 JOBS: dict[str, dict[str, Any]] = {
     "frozenlake": {
-        "job": "frozenlake",
         "num_steps": 40,
         "env": {"kind": "frozenlake", "settings": {"num_maps": 8, "max_turns": 10}},
         "rollout": {"mode": "asynchronous", "alpha": 1, "num_groups": 8, "group_size": 16, "max_tokens": 1},
@@ -59,7 +58,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "eval": {"at_end": True, "num_tasks": 32},
     },
     "maths": {
-        "job": "maths",
         "num_steps": 100,
         "env": {
             "kind": "math_tools",

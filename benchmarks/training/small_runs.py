@@ -24,7 +24,7 @@ from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
-from tests.train.file_publisher import file_publisher
+from tests.train.file_publisher import RUN, file_publisher
 from tests.train.local_actors import LocalActors
 from tests.train.world import World, running_world
 
@@ -46,7 +46,7 @@ def train(
     """Run a job to its end.
 
     Args:
-        job: As in a job file, without what says where scheduler, weights and output are.
+        job: As in a job file, without its name and what says where scheduler, weights and output are.
         num_engines: One dedicated engine, the others harvested.
         cut: Whether requests of harvested engines are cut.
         progress: Called with each step's metrics.
@@ -66,6 +66,7 @@ def train(
         config = TrainConfig.model_validate(
             {
                 **job,
+                "job": RUN,  # whose weights the engines serve: turns of another name would wait for ever
                 "seed": seed,
                 "model": str(model),
                 "output_dir": str(folder / "out"),

@@ -96,7 +96,6 @@ def _one(setting: Setting, rule: str, seed: int, report: Report) -> dict[str, An
         seed=seed,
     )
     job = {
-        "job": "stale",
         "num_steps": setting.num_steps,
         "env": {
             "settings": {"num_maps": setting.num_maps, "seed": seed},

@@ -54,7 +54,7 @@ def main() -> None:
     setting, rules = throughput.Setting(), stale.Setting()
     if args.quick:
         args.environments, args.seconds, args.repeats, args.seeds = 300, 5.0, 1, 1
-        rules = dataclasses.replace(rules, num_steps=6)
+        rules = dataclasses.replace(rules, num_steps=3)
         setting = dataclasses.replace(setting, num_steps=1, num_groups=4)
     if args.steps is not None:
         setting = dataclasses.replace(setting, num_steps=args.steps)
