@@ -163,6 +163,12 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--workload {args.workload} needs --trace FILE")
     if args.busy is not None and not 0.05 <= args.busy <= 0.95:
         parser.error("--busy must be between 0.05 and 0.95")
+    if args.busy is not None and KINDS[args.engine].num_cores > 1:
+        parser.error(
+            f"--busy: engine cores that wait by spinning look busy: leave it out with --engine {args.engine}"
+        )
+    if args.pairs is not None and args.pairs < 1:
+        parser.error("--pairs must be 1 or more")
     given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else USUAL_ARMS)
     unknown = set(given) - set(ARMS)
     if unknown:
@@ -199,12 +205,16 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         shape = replace(config.shape(), mean_rate_hz=rate)
         return make_segments(args.workload, shape, timing, count, traffic_seed, rows, args.run)
 
-    def traffic(rate: float) -> Sequence[Segment]:
-        if rate != args.rate and args.workload in RETIMED:
-            return retime(traffic(args.rate), timing, rate / args.rate)
+    def whole(rate: float) -> Sequence[Segment]:
         return busy.enough(lambda n: made(n, rate), args.pairs) if args.pairs else made(args.segments, rate)
 
-    stretch = segments = traffic(args.rate)
+    stretch = segments = whole(args.rate)
+
+    def traffic(rate: float) -> Sequence[Segment]:
+        if rate == args.rate:
+            return stretch
+        return retime(stretch, timing, rate / args.rate) if args.workload in RETIMED else whole(rate)
+
     schedule = make_schedule(segments, args.arms, timing, args.run)
     if sum(map(len, segments)) < 2:
         raise ConfigError("the excerpt holds no traffic", field="--rate", fix="raise it")

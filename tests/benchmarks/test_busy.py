@@ -153,3 +153,20 @@ async def test_a_rate_that_is_right_is_tried_once(tmp_path: Path, monkeypatch: p
     wanted = busy.share(traffic(500.0), TIMING, 0.002)
     rate, probes = await search(tmp_path, monkeypatch, Host(tmp_path / "r.jsonl", 0.002), 500.0, wanted)
     assert (rate, len(probes)) == (500.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--busy", "1.5"], "--busy must be between"),
+        (["--busy", "0.5", "--engine", "dp2"], "look busy: leave it out"),
+        (["--pairs", "0"], "--pairs must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_looked_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["coserve.py", *given])
+    with pytest.raises(SystemExit):
+        coserve._arguments()
+    assert said in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.coserve.agent import NodeAgent
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, NodeState, Phase, RankState
@@ -525,6 +526,16 @@ async def test_an_order_to_lend_is_answered_with_what_is_wrong_and_waits_until_i
     await ready(device, agent)
 
 
+async def ends_by_an_error(device: Device, agent: NodeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise EngineError("no more")
+
+    monkeypatch.setattr(agent.device, "look", refused)
+    with pytest.raises(EngineError, match="no more"):
+        await device.agents[0][1]
+    device.agents.clear()
+
+
 async def test_what_was_ordered_outlives_an_agent_that_an_error_has_ended(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,14 +544,7 @@ async def test_what_was_ordered_outlives_an_agent_that_an_error_has_ended(
     agent = device.agent()
     await until(lambda: agent.waits_for() == "serving is not ready")
     agent.change(mode=Mode.OBSERVE)
-
-    def refused() -> None:
-        raise EngineError("no more")
-
-    monkeypatch.setattr(agent.device, "look", refused)
-    with pytest.raises(EngineError, match="no more"):
-        await device.agents[0][1]
-    device.agents.clear()
+    await ends_by_an_error(device, agent, monkeypatch)
     again = device.agent()
     await until(lambda: again.waits_for() == "mode is observe")
 
@@ -555,15 +559,8 @@ async def test_an_off_in_a_file_that_was_changed_after_an_agent_died_counts(
     agent = device.agent(mode="off")
     await until(agent.config.socket_path.exists, "the agent answers")
     agent.change(mode=Mode.ON)
-
-    def refused() -> None:
-        raise EngineError("no more")
-
-    monkeypatch.setattr(agent.device, "look", refused)
-    with pytest.raises(EngineError, match="no more"):
-        await device.agents[0][1]
+    await ends_by_an_error(device, agent, monkeypatch)
     died_at_s = time.time()
-    device.agents.clear()
     again = device.agent(mode="off", changed_at_s=died_at_s + since_death_s)
     await until(lambda: again.waits_for() == ("mode is off" if mode is Mode.OFF else "serving is not ready"))
 
